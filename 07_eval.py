@@ -53,7 +53,7 @@ from common.data.tasks import (
     select_questions,
     size_note,
 )
-from common.data.text import EVALUATION, NONE, digests_of, load_tokens, sequence_length
+from common.data.text import EVALUATION, EXPECTED, NONE, digests_of, load_tokens, sequence_length
 from common.errors import Complete, UserError
 from common.files import open_text, read_text, write_text
 from common.layers import Layers
@@ -102,13 +102,13 @@ def parse():
                         help="also answer the prompts in FILE, one a line, greedily, and show the answers")
     parser.section("text, chats and speed")
     parser.add_argument("--text",
-                        help="c4, demo (its held-out part), a .txt, .jsonl, .json, .json.gz or .parquet "
-                             "file, a .npy file of tokens (RUN/train/heldout.npy of stage 5), "
-                             "RUN/calibration (what it has not read of its sources), or none to skip "
-                             "perplexity (default: c4; demo for the demo)")
-    parser.add_argument("--chat", metavar="FILE",
-                        help=f"also compare answers of chats: a {TABLE_NAMES} file with a column "
-                             "messages, or RUN/train/heldout_chats.jsonl of stage 5")
+                        help=f"{EXPECTED}; of c4, demo and hf:... the held-out part; a .npy file of tokens "
+                             "(RUN/train/heldout.npy of stage 5), RUN/calibration (what it has not read of "
+                             "its sources), or none to skip perplexity (default: c4; demo for the demo)")
+    parser.add_argument("--chat", metavar="SOURCE",
+                        help=f"also compare answers of chats: hf:NAME[:CONFIG] (its held-out part), a "
+                             f"{TABLE_NAMES} file with a column messages, or stage 5's "
+                             "RUN/train/heldout_chats.jsonl")
     parser.add_argument("--sequences", type=cli.positive, default=32,
                         help="number of sequences of text, and of chats")
     parser.add_argument("--length", type=cli.positive, metavar="N",

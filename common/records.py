@@ -64,6 +64,7 @@ COUNT, SIZE = Number(at_least=1, whole=True), Number(at_least=0, whole=True)
 NUMBER, POSITIVE = Number(), Number(at_least=0)
 STRING = Text(r"[^\ud800-\udfff]*", "text")  # lone surrogates cannot be printed
 DIGEST = Text(r"[0-9a-f]{64}", "a sha256 of 64 hexadecimal digits")
+VERSION = Text(r"[0-9a-f]{64}|[0-9a-f]{40}", f"{DIGEST}, or a commit of 40")
 FILE_NAME = Text(  # not absolute, no component . or .., no backslash, no control characters
     r"(?!/)(?!(.*/)?\.\.?(/|$))[^\\\x00-\x1f\ud800-\udfff]+",
     "a relative path inside the directory",
@@ -76,7 +77,7 @@ FIELDS = {
     "flags": Optional({STRING: object}),
     "arguments": {STRING: object},
     "model": MODEL,
-    "inputs": {STRING: DIGEST},
+    "inputs": {STRING: VERSION},
     "packages": {STRING: STRING},
     "commit": Optional(STRING),
     "seconds": POSITIVE,

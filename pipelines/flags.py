@@ -1,4 +1,5 @@
-"""Parse the flags of several stages, each by its own parser, before any of them runs.
+"""Parse the flags of several stages, each by its own parser, before any of them runs, and read the first row
+of each source that stage 5 trains on.
 
     python -m pipelines.flags 05_prune_train --lr 1e-4 ::: 07_eval --only piqa :::
 """
@@ -7,6 +8,7 @@ import importlib
 import sys
 
 from common.cli import run_stage
+from common.data.sources import check_sources
 
 
 def main():
@@ -14,7 +16,9 @@ def main():
     while words:
         end = words.index(":::")
         sys.argv, words = words[:end], words[end + 1 :]
-        importlib.import_module(sys.argv[0]).parse()
+        args = importlib.import_module(sys.argv[0]).parse()
+        if sys.argv[0] == "05_prune_train":
+            check_sources(args.text or [], args.chat or [])
 
 
 if __name__ == "__main__":

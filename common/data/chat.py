@@ -6,10 +6,12 @@ import os
 import signal
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from functools import cached_property
 
 from jinja2 import sandbox
 
+from common.data.data_sets import DATA_SET, is_data_set
 from common.data.rows import TABLE_NAMES, TABLES, Sample, abbreviated, column, read_rows, text_column
 from common.data.text import PARTS, TRAIN, TooShort, in_part
 from common.errors import UserError
@@ -24,47 +26,61 @@ sandbox.MAX_RANGE = 1000  # of templates, which are other people's programs; jin
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro +%}"
 
 
-def load_chats(path: str, tokenizer, longest: int, split: str = TRAIN,
-               most: int | None = None) -> tuple[list[Sample], str]:
-    """Samples of the chats in a part of a file, and a one-line description of what was read.
+def read_chats(source: str, split: str) -> Iterator[tuple[str, list[dict]]]:
+    """Yield (place, messages) of the chats in a part of a source, as for load_chats.
 
-    path: a .jsonl, .json, .json.gz or .parquet file with a column "messages", a list of {"role": ...,
-    "content": ...}. A sample has the token ids of tokenizer.apply_chat_template (with a fixed date), at most
-    `longest` of them; those without an answer there are left out. Its answers are what the template renders
-    for assistant messages after a generation prompt, end of turn included; the rest, an assistant message
-    that opens the chat included, is prompt. A thought that the generation prompt opens and finished turns do
-    not show is in neither. A chat is one sample, or one per answer if the template rewrites earlier turns as
-    the chat goes on. most: samples; reading ends there. Raises TooShort if there are none, and UserError for
-    a row that is not a chat with an answer, and for a tokenizer without a template, or whose template refuses
-    the chat.
+    Raises UserError for a source or a row that is not what load_chats takes.
     """
-    if not os.path.isfile(path) or not path.endswith(TABLES):
-        state = "another name" if os.path.isfile(path) else "no such file"
-        raise UserError(f"chats {path}: expected a {TABLE_NAMES} file, found {state}")
-    template = fixed_template(tokenizer, path)
-    samples, chats, cut = [], 0, 0
-    for place, row in Progress(read_rows(path), desc=f"tokenizing {path}", unit="chat", leave=False):
+    if not is_data_set(source) and not (os.path.isfile(source) and source.endswith(TABLES)):
+        state = "another name" if os.path.isfile(source) else "no such file"
+        raise UserError(f"chats {source}: expected {DATA_SET} or a {TABLE_NAMES} file, found {state}")
+    for place, row in read_rows(source):
         try:
             messages = _messages(row)
-            content = [[message["role"], message["content"]] for message in messages]
-            if not in_part(json.dumps(content), split):
-                continue
-            chats += 1
+        except ValueError as error:
+            raise UserError(f"{source} {place}: {error}") from error
+        if in_part(json.dumps([[message["role"], message["content"]] for message in messages]), split):
+            yield place, messages
+
+
+def load_chats(source: str, tokenizer, longest: int, split: str = TRAIN, most: int | None = None,
+               tokens: int | None = None) -> tuple[list[Sample], str]:
+    """Samples of the chats in a part of a source, and a one-line description of what was read.
+
+    source: a .jsonl, .json, .json.gz or .parquet file, or hf:NAME[:CONFIG], with a column "messages", a list
+    of {"role": ..., "content": ...}. A sample has the token ids of tokenizer.apply_chat_template (with a
+    fixed date), at most `longest` of them; those without an answer there are left out. Its answers are what
+    the template renders for assistant messages after a generation prompt, end of turn included; the rest, an
+    assistant message that opens the chat included, is prompt. A thought that the generation prompt opens and
+    finished turns do not show is in neither. A chat is one sample, or one per answer if the template rewrites
+    earlier turns as the chat goes on. Reading ends with `most` samples, or with the chat in which they have
+    `tokens` tokens; a source may have fewer. Raises TooShort if there are none, and UserError for a row that
+    is not a chat with an answer, and for a tokenizer without a template, or whose template refuses the
+    chat.
+    """
+    rows, samples, chats, cut, taken = read_chats(source, split), [], 0, 0, 0
+    template = fixed_template(tokenizer, source)
+    for place, messages in Progress(rows, desc=f"tokenizing {source}", unit="chat", leave=False):
+        chats += 1
+        try:
             for segments in render_all(messages, template):
                 sample = Sample(*tokenize_chat(segments, tokenizer))
                 cut += len(sample) > longest
-                samples.append(truncate(sample, longest))
+                sample = truncate(sample, longest)
+                if sample.answer_tokens:
+                    samples.append(sample)
+                    taken += len(sample)
         except ValueError as error:
-            raise UserError(f"{path} {place}: {error}") from error
-        if most and len(samples) >= most:
+            raise UserError(f"{source} {place}: {error}") from error
+        if (most and len(samples) >= most) or (tokens and taken >= tokens):
             break
-    samples = [sample for sample in samples if sample.answer_tokens][:most]
+    samples = samples[:most]
     if not samples:
-        raise TooShort(f"{path}: expected a chat with an answer in its first {longest} tokens, found none "
+        raise TooShort(f"{source}: expected a chat with an answer in its first {longest} tokens, found none "
                        f"among {chats}{PARTS[split]}")
     answers = sum(len(sample.segments) // 2 for sample in samples)
     where = PARTS[split] + (f" in {len(samples)} samples" if len(samples) > chats else "")
-    return samples, f"{path}: {chats} chats{where}, {answers} answers; {cut} cut to {longest} tokens"
+    return samples, f"{source}: {chats} chats{where}, {answers} answers; {cut} cut to {longest} tokens"
 
 
 def token_lines(chats: list[Sample]) -> str:

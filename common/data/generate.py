@@ -34,6 +34,7 @@ from common.data.text import (
     first_tokens,
     read_documents,
     read_token_rows,
+    version_of,
     write_array,
 )
 from common.errors import UserError
@@ -212,7 +213,7 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     begins = beginnings(file, tokenizer, split, sequences) if file else [[]]
     at_once = rows_at_once(context.model, config, length, device)
     record = {"source": fingerprint(context.model), "chats": form, "continued": file,
-              "sha256": sha256(file) if os.path.isfile(file) else None, "seed": SEEDS[split],
+              "sha256": version_of(file), "seed": SEEDS[split],
               "temperature": 1, "length": length, "rows_at_once": at_once, "device": device.type}
     record |= {} if chats else {"begin": start}
     key = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]

@@ -16,7 +16,15 @@ from common.data.chat import load_chats
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, check_lengths, load_task, require_split, size_note, tokenize
-from common.data.text import NONE, TRAIN, TextSamples, check_source, is_generated, write_text_tokens
+from common.data.text import (
+    NONE,
+    TRAIN,
+    TextSamples,
+    is_endless,
+    is_generated,
+    version_of,
+    write_text_tokens,
+)
 from common.errors import UserError
 from common.files import read_json, require_regular, sha256, write_json
 from common.models import bos_prefix, fingerprint, load_config
@@ -33,7 +41,7 @@ class Sources:
     text: Sequence[str] = ()
     chat: Sequence[str] = ()
     text_length: int = 512  # tokens of a sample
-    text_tokens: int | None = None  # of each source of text; None: all
+    text_tokens: int | None = None  # of each source of text, and of chats without end; None: all
     heldout_text: str = NONE  # a source, SPLIT or NONE
     heldout_sequences: int = 0
     heldout_chats: int = 0
@@ -71,7 +79,9 @@ def load_pool(sources: Sources, context: DataContext) -> Pool:
     answered = load_tasks(sources, tokenizer, positions, ranks) if sources.tasks != NONE else []
     # files first: a fault in one is found before minutes of generating
     chat_files = [source for source in sources.chat if not is_generated(source)]
-    loaded = {source: load_chats(source, tokenizer, positions, TRAIN) for source in chat_files}
+    loaded = {source: load_chats(source, tokenizer, positions, TRAIN,
+                                 tokens=sources.text_tokens if is_endless(source) else None)
+              for source in chat_files}
     texts = load_texts(sources, context, tokenizer) if sources.text else ()
     for source in sources.chat:
         samples, description = loaded.get(source) or generate_chats(source, sources, context)
@@ -104,15 +114,12 @@ def load_tasks(sources: Sources, tokenizer, positions: int, ranks) -> list[Sampl
 
 def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples:
     """The texts, memory-mapped from RUN/tokens/, where the first rank writes their tokens unless it has."""
-    for source in sources.text:
-        if not is_generated(source):
-            check_source(source)  # a missing file is found before minutes of generating
     prefix, length = bos_prefix(tokenizer), sources.text_length
     stored = length - len(prefix)  # of a sample's tokens in the file
     texts = [generate(source, sources, context, len(prefix)) if is_generated(source) else source
              for source in sources.text]
     digests = [hashlib.sha256(text).hexdigest() for text in texts if isinstance(text, np.ndarray)]
-    files = [(path, sha256(path) if os.path.isfile(path) else None) for path in sources.text]
+    files = [(source, version_of(source)) for source in sources.text]
     key = json.dumps([TRAIN, files, digests, stored, sources.text_tokens, fingerprint(context.model)])
     path = os.path.join(context.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
     record = os.path.join(os.path.dirname(path), "written.json")

@@ -1,4 +1,5 @@
-"""Rows of JSON Lines files, plain or gzipped, and of parquet files; and samples, what training makes of them.
+"""Rows of JSON Lines files, plain or gzipped, of parquet files and of data sets of the hub; and samples, what
+training makes of them.
 
 Errors name the file and line.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.data.data_sets import is_data_set, stream
 from common.errors import UserError
 from common.files import require_regular
 from common.weights import first_line
@@ -24,15 +26,17 @@ ROWS = 256  # of a parquet file in memory at a time
 
 
 def read_rows(path: str) -> Iterator[tuple[str, dict]]:
-    """Yield (place, row) for every row: ("line 1", ...) from JSON Lines, ("row 0", ...) from parquet.
+    """Yield (place, row) for every row: ("line 1", ...) from JSON Lines, ("row 0", ...) from parquet and from
+    a data set of the hub, hf:NAME[:CONFIG], which is streamed.
 
-    Raises UserError for a file that cannot be read as what its name says, or has no rows.
+    Raises UserError for what cannot be read as its name says, or has no rows.
     """
     require_regular(path)
-    if path.endswith(LINES_OF_JSON):
+    if path.endswith(LINES_OF_JSON) and not is_data_set(path):
         rows = ((f"line {number}", row) for number, row in read_objects(path))
     else:
-        rows = ((f"row {index}", row) for index, row in enumerate(_parquet(path)))
+        read = stream if is_data_set(path) else _parquet
+        rows = ((f"row {index}", row) for index, row in enumerate(read(path)))
     place = None
     for place, row in rows:
         yield place, row

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common import hub
+from common.data.data_sets import rows_of
 from common.data.rows import Sample, abbreviated, checked_text, column, read_rows, text_column
 from common.errors import UserError
 from common.files import read_text
@@ -228,16 +228,9 @@ def require_split(tasks: list[str], split: str, source: str) -> None:
 
 
 def _hub_rows(task: str, split: str) -> tuple[str, list[tuple[str, dict]]]:
-    import datasets
-
-    datasets.disable_progress_bars()
     name, configuration = HUB[task]
-    try:
-        table = datasets.load_dataset(name, configuration, split=split)
-        return f"hub:{name}", [(f"row {index}", row) for index, row in enumerate(table)]
-    except Exception as error:  # the exception class depends on how the hub fails
-        raise UserError(f"task {task}: cannot load {name} from the hub ({hub.reason(error)}); "
-                        "pass a directory of local files to --tasks") from error
+    rows = rows_of(name, configuration, split=split)
+    return f"hub:{name}", [(f"row {index}", row) for index, row in enumerate(rows)]
 
 
 def select_questions(count: int, limit: int | None, seed: int | None) -> list[int]:

@@ -2,9 +2,9 @@
 
 Every source has two parts, told apart where it is read. Calibration, refit and training read TRAIN, so that
 they cannot see HELDOUT: other files of c4 and demo; of generated text what another seed gives; of a .txt file
-the last tenth, from a line's beginning on; of other files the documents, or chats, whose sha256 is below a
-tenth of its range, which puts copies on the same side; of a .npy file the last tenth of the rows. EVALUATION
-is for what a user names to evaluate on: the entire file; of c4, demo and generated text, HELDOUT.
+the last tenth, from a line's beginning on; of other files and of data sets of the hub the documents, or
+chats, whose sha256 is below a tenth of its range, which puts copies on the same side; of a .npy file the last
+tenth of the rows. EVALUATION is for what a user names to evaluate on: the entire file; of all else HELDOUT.
 
 A text of any length is tokenized in constant memory: in overlapping pieces, joined at a place in the overlap
 around which both have the same tokens.
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.lib.format import write_array_header_1_0
 
-from common import hub
+from common.data.data_sets import DATA_SET, commit_of, is_data_set, rows_of
 from common.data.demo import DEMO, DEMO_HOME
 from common.data.rows import TABLE_NAMES, TABLES, Sample, read_rows, text_column
 from common.errors import UserError
@@ -41,12 +41,13 @@ C4_FILES = {  # file name, number of files
 }
 NONE = "none"  # --tasks, --text, --heldout-text: no such data
 GENERATED = "generated"  # --text, --chat: by the source model (common/data/generate.py)
-EXPECTED = f"c4, demo, or a .txt, {TABLE_NAMES} file"
+EXPECTED = f"c4, demo, {DATA_SET}, or a .txt, {TABLE_NAMES} file"
 TOKEN = np.dtype("<i4")
 BATCH = 2**20  # characters tokenized at a time: some 100 MB in the tokenizer
 PIECE = 2**18  # characters tokenized at a time: some 50 MB
 OVERLAP = 2**14  # characters that neighbouring pieces share
 AROUND = 32  # tokens on either side of a seam that both pieces have
+SEARCHED = 64  # tokens of documents that are searched for long ones, for each token that is needed
 LINE = 2**16  # bytes of a .txt file in which a line's beginning is looked for, to cut it there
 
 
@@ -72,15 +73,16 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int,
                 split: str = TRAIN) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
-    source: "c4" (streamed from the hub), "demo", a .txt file, or a .jsonl, .json, .json.gz or .parquet file
-    with a column "text", or a .npy file of tokens, which may have fewer of them. split: TRAIN, HELDOUT or
-    EVALUATION. A begin-of-sequence token, by bos_prefix, is one of the `length` tokens. Rows of a .npy file
-    that all begin with it stay as they are.
+    source: "c4" or hf:NAME[:CONFIG] (streamed from the hub), "demo", a .txt file, or a .jsonl, .json,
+    .json.gz or .parquet file with a column "text", or a .npy file of tokens, which may have fewer. split:
+    TRAIN, HELDOUT or EVALUATION. A begin-of-sequence token, by bos_prefix, is one of the `length` tokens.
+    Rows of a .npy file that all begin with it stay as they are.
 
     As in the authors' code: the first `sequences` documents of at least `length` tokens, each truncated to
-    it. If there are too few, documents are packed instead: concatenated in order, separated by
-    end-of-sequence, and cut into sequences. Raises TooShort if that gives too few tokens, and UserError for
-    text that cannot be read, and where bos_prefix does.
+    it. If there are too few, among the first SEARCHED times as many tokens as are needed, documents are
+    packed instead: concatenated in order, separated by end-of-sequence, and cut into sequences. Raises
+    TooShort if that gives too few tokens, and UserError for text that cannot be read, and where bos_prefix
+    does.
     """
     (source, split), prefix = _located(source, split), bos_prefix(tokenizer)
     if source.endswith(".npy"):
@@ -88,7 +90,7 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int,
         return tokens, f"{source}: {len(tokens)} sequences of {tokens.shape[1]} tokens"
     length -= len(prefix)  # tokens of text per sequence
     needed = sequences * length
-    whole, packed, documents = [], [], 0
+    whole, packed, documents, read = [], [], 0, 0
     with Progress(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
         for document in documents_of(source, split):
             with document as file:
@@ -102,6 +104,9 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int,
                     return torch.tensor(whole), description
             if len(packed) < needed:
                 packed += [*ids, tokenizer.eos_token_id]
+            read += len(ids)
+            if read > SEARCHED * needed:
+                break
     if len(packed) < needed:
         raise TooShort(f"{source}: expected {sequences} x {length} = {needed} tokens{PARTS[split]}, found "
                        f"{len(packed)}")
@@ -263,7 +268,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 def _located(source: str, split: str) -> tuple[str, str]:
     """A source and its part, as they are read: the demo model's text has a file for either part."""
-    if source in ("c4", DEMO) and split == EVALUATION:
+    if (source in ("c4", DEMO) or is_data_set(source)) and split == EVALUATION:
         split = HELDOUT
     if source == DEMO:
         return os.path.join(DEMO_HOME, "text", f"{split}.txt"), EVALUATION
@@ -323,15 +328,27 @@ def is_generated(source: str) -> bool:
     return source.partition(":")[0] == GENERATED
 
 
+def is_endless(source: str) -> bool:
+    """Whether a source has, or may have, more than anyone takes of it."""
+    return source == "c4" or is_generated(source) or is_data_set(source)
+
+
+def version_of(source: str) -> str | None:
+    """The sha256 of a file, the commit of a data set of the hub; None for any other source."""
+    if is_data_set(source):
+        return commit_of(source)
+    return known_sha256(source) if os.path.isfile(source) else None
+
+
 def digests_of(sources) -> dict[str, str]:
-    """Path as given -> sha256 of the files among these sources; those that are not given are None."""
-    paths = [source.removeprefix(f"{GENERATED}:") for source in sources if source]
-    return {path: known_sha256(path) for path in paths if os.path.isfile(path)}
+    """Source as given -> version_of it, for those that have one; sources that are not given are None."""
+    names = [source.removeprefix(f"{GENERATED}:") for source in sources if source]
+    return {name: version for name in names if (version := version_of(name))}
 
 
 def check_source(source: str) -> None:
     """Raise UserError unless the source is known by name, or a file of a known format."""
-    if source in ("c4", DEMO):
+    if source in ("c4", DEMO) or is_data_set(source):
         return
     require_regular(source)
     if not os.path.exists(source):
@@ -356,7 +373,10 @@ def read_documents(source: str, split: str) -> Iterator[str]:
     source, split = _located(source, split)
     check_source(source)
     if source == "c4":
-        yield from _c4(*C4_FILES[split])
+        name, files = C4_FILES[split]
+        for number in range(files):
+            for row in rows_of(C4, data_files=name.format(number), split="train", streaming=True):
+                yield row["text"]
     elif source.endswith(".txt"):
         with open_part(source, split) as file:
             for line in file:
@@ -369,19 +389,6 @@ def read_documents(source: str, split: str) -> Iterator[str]:
                 raise UserError(f"{source} {place}: {error}") from error
             if in_part(document, split):
                 yield document
-
-
-def _c4(name: str, files: int) -> Iterator[str]:
-    import datasets  # slow to import, and not needed for local files
-
-    try:
-        for number in range(files):
-            file = name.format(number)
-            for row in datasets.load_dataset(C4, data_files=file, split="train", streaming=True):
-                yield row["text"]
-    except Exception as error:  # the exception class depends on how the hub fails
-        raise UserError(f"cannot stream {C4} from the hub ({hub.reason(error)}); "
-                        "pass a local file to --text") from error
 
 
 def first_tokens(file, tokenizer, count: int) -> list[int]:

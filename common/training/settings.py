@@ -12,8 +12,8 @@ from common.artifacts import Claim
 from common.cli import Flag
 from common.data.demo import DEMO, default_sources
 from common.data.pool import SPLIT, Pool, Sources, load_pool
-from common.data.sources import DataContext, choose_chats
-from common.data.text import NONE, is_generated, sequence_length
+from common.data.sources import DataContext, check_sources, choose_chats
+from common.data.text import NONE, is_endless, sequence_length
 from common.errors import UserError
 from common.families import OUTPUTS, needs_eager
 from common.models import bos_prefix, load_config, load_tokenizer
@@ -101,7 +101,7 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
         filled.steps = DEMO_STEPS
     if demo and args.teacher_steps is None and args.teacher_epochs is None:
         filled.teacher_steps = DEMO_TEACHER_STEPS
-    endless = [source for source in [*filled.text, *filled.chat] if source == "c4" or is_generated(source)]
+    endless = [source for source in [*filled.text, *filled.chat] if is_endless(source)]
     if endless and not args.text_tokens:
         raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")
     if args.student and filled.masks != "off":
@@ -157,6 +157,7 @@ def settle(
     args.bos = bool(bos_prefix(load_tokenizer(source, args.bos)))
     sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
     context = DataContext(source, args.run, ranks.device, ranks, plan=bool(args.plan), bos=args.bos)
+    check_sources(sources.text, sources.chat)
     texts = heldout_texts(sources, context)  # first: if it is refused, not after --text is tokenized
     pool = load_pool(sources, context)
     heldout = load_heldout(sources, context, texts, args.heldout_every)

@@ -181,7 +181,7 @@ FAULTS = [  # stage, the field, a wrong value of it, message
     ("01_calibrate.py", "model.layers", 3, "files: expected tokens.safetensors and one per layer (3)"),
     ("01_calibrate.py", "model.layers", 10**18, "files: expected tokens.safetensors and one per layer"),
     ("04_align.py", "summary.merge", "men", "expected one of mean, scaled, first, closed-form, found"),
-    ("04_align.py", "inputs.calibration", "12", "expected a sha256 of 64 hexadecimal digits, found '12'"),
+    ("04_align.py", "inputs.calibration", "1" * 41, "a sha256 of 64 hexadecimal digits, or a commit of 40"),
     ("01_calibrate.py", "arguments.text", None, "record.arguments.text: expected text, found None"),
     ("05_prune_train.py", "arguments.tasks", 3, "expected text, found 3"),
     ("05_prune_train.py", "arguments.only", "piqa", "expected a list, found 'piqa'"),

@@ -279,6 +279,10 @@ def test_one_chat_in_ten_is_held_out_by_its_content(tmp_path):
     assert chats == 2 * held_out and 5 < len(held_out) < 15
     assert f": {len(chats)} chats in its held-out part, " in description
     assert read(HELDOUT, 3)[0] == held_out[:3]
+    content = path.read_text()
+    path.write_text(content + "damaged")
+    assert read(HELDOUT, 3)[0] == held_out[:3]
+    path.write_text(content)
     assert read()[0] == read(TRAIN)[0] == 2 * others and read(EVALUATION)[0] == 2 * list(range(100))
     save_chats(path, *(rows[number]["messages"] for number in others))
     with pytest.raises(TooShort, match="found none among 0 in its held-out part"):

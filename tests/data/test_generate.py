@@ -346,7 +346,7 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     rendered = load_tokenizer(model).decode(tokens[3:].flatten())
     assert rendered.startswith("<|im_start|>system\nBe brief")
     assert "assistant\nYes<|im_end|>\n<|im_start|>" in rendered
-    assert description.startswith(f"{text}: ") and f"; {path}: 20 chats" in description
+    assert description.startswith(f"{text}: ") and f"; {path}: 3 chats" in description  # of 56 tokens
     text.write_text(f"{text.read_text()}\n" * 3)
     continued = f"generated:{text}"
     with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens in its training part, found"):

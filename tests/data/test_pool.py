@@ -14,7 +14,9 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from common import cli
+from common.artifacts import read_record
 from common.data.chat import has_tokens, load_chats, load_tokenized
+from common.data.data_sets import commit_of
 from common.data.pool import Pool, Sources, load_pool, samples_digest
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
@@ -26,7 +28,8 @@ from common.metrics import CHAT_SET, TEXT_SET, read_metrics
 from common.training.checkpoints import saved_checkpoints
 from common.training.heldout import heldout_texts, load_heldout
 from common.weights import open_checkpoint
-from helpers import copy_run, expect_error, run
+from helpers import GROUPING, copy_run, expect_error, run
+from local_hub import save_data_set, serving
 from test_chat import messages, save_chats
 from training_runs import STAGE, assert_same_bits, assert_same_training, final_weights, metrics, stop
 
@@ -135,10 +138,61 @@ def test_what_is_too_short_to_hold_out_is_said(chats, tmp_path, group_of_one, ca
         f"reads   {chat}: 0 chats, held out: its held-out part is too short"]
 
 
-def test_a_missing_file_is_found_before_minutes_of_generating(inputs, tmp_path, group_of_one, monkeypatch):
-    monkeypatch.setattr("common.data.pool.generate", lambda *_, **__: pytest.fail("generated"))
-    with pytest.raises(UserError, match="nowhere.txt"):
-        pool_of(tmp_path, inputs["model"], group_of_one, text=("generated", "nowhere.txt"), text_tokens=100)
+@pytest.fixture
+def data_set(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    chats = [chat_of(f"chat {number}") for number in range(60)]
+    home = save_data_set(tmp_path / "data", [f"document {number}" for number in range(99)], chats)
+    with serving(tmp_path, monkeypatch, datasets={"acme/data": home}) as server:
+        yield server
+
+
+HUB_TEXT, HUB_CHATS = "hf:acme/data:text", "hf:acme/data:chats"
+
+
+def test_of_chats_of_the_hub_as_many_are_read_as_have_the_tokens(chats, data_set, tmp_path, group_of_one):
+    """As far as it has them; of a file all."""
+    path = save_chats(tmp_path / "same.jsonl", *(chat_of(f"chat {number}") for number in range(60)))
+
+    def answered(source, tokens):
+        return pool_of(tmp_path, chats[0], group_of_one, chat=[source], text_tokens=tokens).answered
+
+    every, some = answered(path, 99), answered(HUB_CHATS, 99)
+    counts = [len(sample) for sample in some]
+    assert sum(counts) >= 99 > sum(counts[:-1]) and some == every[: len(some)]
+    assert answered(HUB_CHATS, 10**6) == every and len(every) > 40
+
+
+def test_tokens_are_those_of_a_data_sets_commit(data_set, inputs, tmp_path, group_of_one):
+    """They are read again when it has another one; the pool is the same, as its texts are."""
+    def found():
+        pool = pool_of(tmp_path, inputs["model"], group_of_one, text=[HUB_TEXT], text_tokens=99)
+        path, = (tmp_path / "tokens").glob("*.npy")
+        return path.name, pool.description()
+
+    name, description = found()
+    data_set.commit = "b" * 40
+    assert found() == (name, description)
+    commit_of.cache_clear()  # another process
+    other, same = found()
+    assert other != name and same == description
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_a_data_set_of_the_hub_like_one(chats, data_set, tmp_path):
+    one, sources = tmp_path / "one", ["--text", HUB_TEXT, "--chat", HUB_CHATS]
+    run("01_calibrate.py", "--run", one, "--model", chats[0], *sources, "--sequences", 4, "--length", 32)
+    record = read_record(str(one / "calibration"), "01_calibrate.py")
+    assert record["inputs"][HUB_TEXT] == record["inputs"][HUB_CHATS] == data_set.commit
+    run("02_similarity.py", "--run", one)
+    run("03_group.py", "--run", one, *GROUPING)
+    run("04_align.py", "--run", one)
+    two = copy_run(one, tmp_path / "two")
+    words = [*sources, "--text-tokens", "300", "--masks", "off", *TEXT_FLAGS]
+    run(STAGE, "--run", one, *words)
+    run(STAGE, "--run-dir", two, *words, processes=2)
+    assert_same_training(one, two)
+    assert len(metrics(one)) == 5 and "heldout_chat_kl" in metrics(one)[-1]
 
 
 def test_a_sample_without_a_prompt_is_named_by_its_row(inputs, tmp_path, group_of_one, monkeypatch):
@@ -323,10 +377,13 @@ def test_data_that_cannot_be_trained_on_is_refused(aligned_run, inputs, tmp_path
     before = sorted(os.listdir(home))
     base, steps = ["--run", home, "--tasks", "none"], ["--steps", "4"]
     expect_error("--tasks none: expected --text or --chat with it, found neither", STAGE, *base)
-    for flag, source in (("--text", "c4"), ("--text", "generated"), ("--chat", "generated:FILE")):
+    for flag, source in (("--text", "c4"), ("--chat", "hf:a/b:c"), ("--text", "generated"),
+                         ("--chat", "generated:FILE")):
         expect_error(f"{source}: expected --text-tokens", STAGE, *base, flag, source, *steps)
     expect_error("nothing.txt: not found", STAGE, *base, "--text", "generated", "nothing.txt",
                  "--text-tokens", "400", *steps)  # before generating
+    expect_error("chats nothing.jsonl: expected hf:NAME[:CONFIG] or a .jsonl,", STAGE, *base, "--text",
+                 "generated", "--chat", "nothing.jsonl", "--text-tokens", "400", *steps)
     expect_error("--text-length: expected 2 to 256 tokens", STAGE, *base, "--text-length", "257")
     assert sorted(os.listdir(home)) == before
     message = f"--teacher {missing}: expected one that exists, or source, as text has no answers"

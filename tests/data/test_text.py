@@ -53,6 +53,17 @@ def test_first_documents_that_are_long_enough(documents, tmp_path):
     assert description == f"{documents}: first 2 documents of at least 25 tokens"
 
 
+def test_long_documents_are_looked_for_only_so_far(tmp_path, monkeypatch):
+    """Of an endless source of short ones, no more is read: what is damaged after them is not seen."""
+    monkeypatch.setattr(text, "SEARCHED", 3)
+    path = save_lines(tmp_path / "t.jsonl", ["ab" * 5] * 9 + ["c" * 50])
+    packed = ("ab" * 5 + "<eos>") * 9
+    assert read(path, 1, 40) == ["c" * 40]  # among the first 120 tokens
+    Path(path).write_text(Path(path).read_text() + "damaged")
+    monkeypatch.setattr(text, "SEARCHED", 2)
+    assert read(path, 1, 40) == [byte_tokenizer().decode(byte_tokenizer()(packed)["input_ids"][:40])]
+
+
 def test_a_beginning_is_one_of_the_tokens_of_every_sequence(documents):
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = "^"
@@ -93,7 +104,7 @@ GZIPPED = gzip.compress(ROW * 500, mtime=0)
     ("t.npy", np.full((1, 4), -1, "<i4"), "expected token ids, found -1"),
     ("t.npy", ROW, "expected a .npy file of tokens"),
     ("t.npy", b"", "expected a .npy file of tokens"),
-    ("t.bin", ROW, r"text .*t.bin: expected c4, demo, or a .txt"),
+    ("t.bin", ROW, r"text .*t.bin: expected c4, demo, hf:.*, or a .txt"),
 ])
 def test_damaged_text_is_one_line(tmp_path, name, content, message):
     path = tmp_path / name

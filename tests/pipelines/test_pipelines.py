@@ -49,7 +49,7 @@ LAUNCHER = "-m torch.distributed.run --standalone --nproc-per-node {} --shutdown
 
 
 CONVERT = ["convert.sh"]
-FOUND = "TEXT, CHAT: expected generated, c4, none or files, found "
+FOUND = "TEXT, CHAT: expected generated, c4, hf:NAME[:CONFIG], none or files, found "
 
 
 @pytest.mark.parametrize(("names", "settings", "message"), [
