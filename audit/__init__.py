@@ -5,12 +5,8 @@
 
 On one side are the equations of paper.py, on the other the stages' files in RUN and what their functions
 compute from the same numbers: similarities and alignments of the vectors in calibration/, heads in aligned/
-and merged/, steps of stage 5. A table row is a claim, for the worst layer; the table is written to
-RUN/paper.md, too.
-
-A difference is that of the worst number, relative to the largest; for a search it is the share of the
-objective by which the printed one is ahead. Of two numbers as printed the second is what the stages mean to
-compute, for reasons in AUDIT.md. Exit code: 0, 1 if a row is off, 2 for bad input.
+and merged/, steps of stage 5. What is printed is written to RUN/paper.md, too: the run, a legend, and a table
+with a row per claim. Exit code: 0, 1 if a row is off, 2 for bad input.
 """
 
 import common.openmp  # noqa: F401 - before torch
@@ -28,9 +24,9 @@ import paper
 from audit.training import FLOAT32, recorded_rows, step_rows
 from common.artifacts import read_record, read_tensors
 from common.calibration import Calibration
-from common.cli import Clock, StageParser, non_negative
+from common.cli import Clock, StageParser, non_negative, printable
 from common.errors import UserError
-from common.files import read_text, refuse_overwrite, write_text
+from common.files import RECORD, read_text, refuse_overwrite, write_text
 from common.layers import return_freed_memory
 from common.method.grouping import anneal, score
 from common.method.masks import BlendedProjection
@@ -39,7 +35,9 @@ from common.method.procrustes import align_layer, key_overlap, layer_similarity,
 from common.method.rope import to_matrix
 from common.method.stats import CRITERIA, LayerGrams, LayerStats, group_blocks, to_unit
 from common.models import load_config, source_model
-from common.reporting.tables import markdown_table
+from common.reporting.report import command
+from common.reporting.tables import markdown_table, markdown_text
+from common.training.conversion import STAGE as STAGE_5
 from common.weights import open_checkpoint
 
 CHECKED = ("llama", "mistral", "qwen2", "qwen3")  # of one layout, with Llama's norms
@@ -48,6 +46,27 @@ ROUNDS, GAIN, STARTS = 50, 1e-6, 10  # of Algorithm 1; of Algorithm 2, whose 200
 SMALL = 2e7  # layers x (heads x head_dim)^2 of models whose layers take less than a minute together
 
 HEADER = "equation", "as printed", "what the stages computed", "difference", "allowed", "ok"
+TITLE = "# The paper's equations as printed, and what the stages computed"
+FLAGS = {  # stage -> those that decide what the table compares, or whether a row applies
+    "01_calibrate.py": ("model", "text", "sequences", "length", "dtype"),
+    "03_group.py": ("kv_heads", "by", "criterion", "restarts", "iterations", "seed"),
+    "04_align.py": ("rotate", "merge", "refit"),
+    STAGE_5: ("masks", "kl_on", "l0_weight", "steps", "epochs"),
+}
+LEGEND = """Each row of the table is a claim of the paper, in the compared layer where it holds least.
+
+- *as printed* and *what the stages computed*: of the numbers that are compared, the one that differs most.
+- *difference*: how far these are apart, relative to the largest of the numbers. For a search (Algorithms 1
+  and 2) it is the share of the objective by which the printed one is ahead, since searches may end in
+  different optima.
+- *allowed*: the rounding of the dtypes involved; for a search, by how much its end may vary.
+- *ok*: yes; NO, the row is off; -, it does not apply to this run, for the reason below the table.
+
+Some rows have two numbers as printed. Eq. 6, 10 and 21, and Algorithm 1, which uses them, print the transpose
+of the rotation that minimizes Eq. 4. The first number is that of the printed rotation, the second that of the
+minimizer, which the stages compute and the difference is of (AUDIT.md: where the paper and its code differ).
+Rows with a --masks are of steps that the audit takes by itself, with either kind of masks; "recorded steps"
+are those of this run's training."""
 
 
 class Row(NamedTuple):
@@ -84,6 +103,8 @@ class Run:
         self.similarity, _ = read_tensors(self.path("similarity.safetensors"), "02_similarity.py")
         self.grouping = read_record(self.path("groups.json"), "03_group.py", self.model)
         self.alignment = read_record(self.path("aligned"), "04_align.py", self.model)
+        trained = os.path.exists(os.path.join(self.path("train"), RECORD))
+        self.training = read_record(self.path("train"), STAGE_5, self.model) if trained else None
         self.config = load_config(self.path("source"))
         if self.config.model_type not in CHECKED:
             raise UserError(f"{directory}: expected one of {list(CHECKED)}, found {self.config.model_type}")
@@ -312,6 +333,20 @@ def all_rows(run: Run, layers: list[int]) -> list[Row]:
     return sorted(rows, key=lambda row: int(re.search(r"Eq\. (\d+)", row.equation)[1]))
 
 
+def heading(run: Run, layers: list[int]) -> str:
+    """What the page begins with: the run, the flags of its stages, and how to read the table."""
+    records = run.calibration.record, run.grouping, run.alignment, run.training
+    commands = []
+    for record in filter(None, records):
+        given = record["arguments"]
+        flags = {name: given[name] for name in FLAGS[record["stage"]] if name in given}
+        commands.append(f"    {printable(command(record['stage'], flags))}")
+    model, directory = run.model, os.path.basename(os.path.abspath(run.directory))
+    text = (f"Run {directory}: {model['name']}, {model['layers']} layers, {model['heads']} query heads, "
+            f"{run.heads} -> {run.kv_heads} kv heads. Compared layers: {', '.join(map(str, layers))}.")
+    return "\n\n".join((TITLE, markdown_text(text), "\n".join(commands), LEGEND))
+
+
 def choose_layers(requested: list[int] | None, run: Run) -> list[int]:
     """The requested layers, or the default. Raises UserError for one out of range."""
     count = run.model["layers"]
@@ -331,14 +366,14 @@ def main() -> int:
     args = parser.parse_args()
     return_freed_memory()
     path = os.path.join(args.run, "paper.md")
-    refuse_overwrite(path, os.path.isfile(path) and read_text(path).startswith(f"| {HEADER[0]}"))
+    refuse_overwrite(path, os.path.isfile(path) and read_text(path).startswith((TITLE, f"| {HEADER[0]}")))
     run = Run(args.run)
     layers = choose_layers(args.layer, run)
     rows = all_rows(run, layers)
     cells = [(*row[:3], f"{row.difference:.1e}", f"{row.allowed:.1e}", row.ok) if row.ok != "-" else
              (row.equation, *"-----") for row in rows]
     notes = "\n".join(f"- {row.equation}: {row.note}" for row in rows if row.note)
-    text = f"{markdown_table(HEADER, cells)}\n\n{notes}\n"
+    text = "\n\n".join(filter(None, (heading(run, layers), markdown_table(HEADER, cells), notes))) + "\n"
     write_text(path, text)
     off = [row.equation for row in rows if row.ok == "NO"]
     print(f"{text}\nwrote   {path}")

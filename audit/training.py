@@ -15,7 +15,6 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 import paper
-from common.artifacts import read_record
 from common.data.rows import Sample
 from common.method import masks
 from common.models import load_config
@@ -191,8 +190,8 @@ def step_rows(run):
 def recorded_rows(run):
     """compare's arguments for Eq. 29 and 30 in the steps that stage 5 recorded, and for its switch."""
     steps, directory, masked = STEPS, run.path("train"), []
-    if os.path.exists(os.path.join(directory, stage5.RECORD)):
-        steps = read_record(directory, stage5.STAGE, run.model)["summary"]["steps"]
+    if run.training:
+        steps = run.training["summary"]["steps"]
         lines = stage5.read_metrics(os.path.join(directory, stage5.METRICS))
         column = {name: torch.tensor([line[name] for line in lines if name in line], dtype=torch.float64)
                   for name in ("kl", "bild", "loss", "mask_expected", "mask_target", "l0")}

@@ -224,6 +224,38 @@ def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path, monkeypa
     assert not any("layer 1" in line for line in lines)
 
 
+def test_the_page_begins_with_its_run_the_flags_of_the_stages_and_a_legend(finished_run, tmp_path):
+    home = copy_run(finished_run, tmp_path / "a run")
+    title, what, commands, *legend = audit.heading(audit.Run(str(home)), [0, 2]).split("\n\n")
+    record = json.loads((home / "groups.json").read_text())
+    assert title == audit.TITLE and record["model"]["layers"] == 3 and record["model"]["heads"] == 8
+    assert what == (f"Run a run: {record['model']['name']}, 3 layers, 8 query heads, 8 -> 2 kv heads. "
+                    "Compared layers: 0, 2.")
+    for flags in ("01_calibrate.py --model .* --sequences 8 --length 64 --dtype float32",
+                  "03_group.py --kv-heads 2 --by value --criterion dist --restarts 20 --iterations 300 "
+                  "--seed 0",
+                  "04_align.py --rotate dist --merge mean",
+                  "05_prune_train.py --masks l0 --kl-on prompt --l0-weight 1.0 --steps 10"):
+        assert re.search(f"^    .* {flags}$", commands, re.MULTILINE), flags
+    assert commands.count("\n") == 3
+    explained = set(re.findall(r"\*(.+?)\*", " ".join(legend)))
+    assert explained == set(audit.HEADER[1:]) and "two numbers" in legend[-1]
+    shutil.rmtree(home / "train")
+    assert "05_prune_train" not in audit.heading(audit.Run(str(home)), [0])
+
+
+def test_a_page_of_another_program_stays(aligned_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "all_rows", lambda run, layers: [audit.Row("Eq. 1", note="none")])
+    home = copy_run(aligned_run, tmp_path / "run")
+    for ours in (audit.TITLE, "| equation | as printed"):
+        (home / "paper.md").write_text(ours)
+        monkeypatch.setattr("sys.argv", ["audit", "--run", str(home)])
+        assert audit.main() == 0 and (home / "paper.md").read_text().endswith("\n\n- Eq. 1: none\n")
+    (home / "paper.md").write_text("# Notes")
+    with pytest.raises(UserError, match="paper.md already exists"):
+        audit.main()
+
+
 def missing(home) -> dict[str, str]:
     """The reasons of the rows that do not apply; all others hold."""
     rows = table(home)

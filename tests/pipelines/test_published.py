@@ -1,0 +1,134 @@
+"""pipelines/published.py: docs/paper.md is what it writes, commands make their rows, ours come from runs."""
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+
+from common.data.tasks import PUBLISHED_SIZES, TASKS
+from common.training.engine import epochs_to_steps
+from helpers import ROOT, expect_error, run
+from pipelines import published
+from test_records import valid
+
+PAGE = (ROOT / "docs/paper.md").read_text()
+SIZES = [PUBLISHED_SIZES[task][1] for task in TASKS]
+ROWS = [[cell.strip(" `") for cell in line.split("|")[1:-1]]
+        for line in PAGE.splitlines() if re.match(r"\| (`|  )", line)]
+PRINTED = [row for row in ROWS if row[2] == "published"]
+
+
+def without_ours(text: str) -> list[str]:
+    return [re.sub(r"[ -]+", " ", line) for line in text.splitlines() if "| ours" not in line]
+
+
+def test_the_page_is_what_the_script_writes(monkeypatch, tmp_path):
+    """But for ours, which come from runs that are not here."""
+    monkeypatch.setattr(published, "PAGE", str(tmp_path / "paper.md"))
+    (tmp_path / "paper.md").write_text(PAGE.partition(published.BEGIN)[0] + published.BEGIN + "older")
+    monkeypatch.setattr("sys.argv", ["published"])
+    published.main()
+    written = (tmp_path / "paper.md").read_text()
+    assert without_ours(PAGE) == without_ours(written)
+    assert written.count("| ours ") == len(PRINTED) == 22 + 15 and written.count("not run") == 37 * 9
+
+
+def test_a_published_average_is_that_of_its_cells_over_questions_but_in_two_rows():
+    """Each of the numbers has an error of at most 0.005."""
+    off = []
+    for name, _, _, *cells, average, _ in PRINTED:
+        right = sum(float(cell) / 100 * size for cell, size in zip(cells, SIZES, strict=True))
+        if abs(100 * right / sum(SIZES) - float(average)) > 0.0100001:
+            off.append((name, average, f"{100 * right / sum(SIZES):.3f}"))
+    assert off == [("teacher", "85.48", "85.420"), ("gqa16-default-dist", "86.16", "86.149")]
+    for name, average, computed in off:
+        assert f"`{name}`: {average} printed, {computed} from its cells\n" in PAGE
+    assert PAGE.count(" printed, ") == 2 and "Of 37 averages, all agree but 2:" in PAGE
+
+
+@pytest.mark.parametrize(("task", "cell", "possible"), [
+    # of 1267, 1053 and 1054 are right
+    ("winogrande", "83.14", False), ("winogrande", "83.11", True), ("winogrande", "83.19", True),
+    ("boolq", "81.86", True), ("boolq", "81.87", True), ("boolq", "81.85", False),  # 81.8654
+    ("arc_challenge", "63.54", True), ("arc_challenge", "63.55", True), ("arc_challenge", "63.56", False),
+    ("openbookqa", "100.00", True), ("openbookqa", "0.00", True),
+])
+def test_a_cell_is_a_number_of_questions_rounded_or_cut(task, cell, possible):
+    row = published.Row([cell if each == task else "0.00" for each in TASKS], "", "")
+    assert row.fractional() == ([] if possible else [f"{task} {cell}"])
+
+
+def test_every_command_of_the_page_makes_its_row():
+    """The flags are the paper's: the name says the grouping and criterion, the budget the epochs."""
+    for (name, command, _, *_, budget), (_, flags, *_) in zip(PRINTED, ROWS[1::2], strict=True):
+        if budget:
+            epochs = int(budget.split()[1])
+        if name == "teacher":
+            assert flags == f"--teacher-steps {epochs_to_steps(epochs, 147580, 128)}"
+            continue
+        kv_heads, kind, criterion = re.fullmatch(r"gqa(\d+)-(\w+)-?(\w*)", name).groups()
+        by = kind if kind in ("key", "value") else "none"
+        assert flags == (f"--kv-heads {kv_heads} --by {by} --criterion {criterion or 'dist'} --rotate "
+                         f"{criterion or 'none'} --merge mean --steps {epochs_to_steps(epochs, 147580, 64)}")
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=os.environ | {"PYTHON": "echo"},
+                              capture_output=True, text=True, check=True)
+        assert len(re.findall(rf"--run(?:-dir)? runs/table\d/{name}\b", done.stdout)) == 4  # stages 3 to 6
+        assert set(re.findall(r"runs/table\d/(gqa\S+)", done.stdout)) == {name}
+        given = re.findall(r"(?=(--\S+ \S+))", done.stdout)
+        assert set(re.findall(r"--\S+ \S+", flags)) < set(given)
+
+
+def test_the_stages_accept_the_commands_of_the_page():
+    shown = [line.split() for line in PAGE.splitlines() if line.startswith("    python ")]
+    given = [line.split() for script in published.MODELS
+             for lines in published.commands(script).values() for line in lines]
+    numbers, words = [], []
+    for command in (*shown, *given):
+        at, stage = next((at, word) for at, word in enumerate(command) if re.match("0[1-7]_", word))
+        numbers.append(int(stage[:2]))
+        words += [stage.removesuffix(".py"), *command[at + 1 :], ":::"]
+    assert numbers[: len(shown)] == [1, 2, 3, 4, 5, 6, 7] * 2 and len(given) == 2 * 3 + 35 * 4
+    run("pipelines/flags.py", *words)
+
+
+def save(home, shape: dict, scores: dict, names: list[str]) -> str:
+    """RUN/eval.json of a model of this shape, where each checkpoint has the same scores of every task."""
+    home.mkdir(parents=True)
+    record = valid("07_eval.py")
+    record["model"] = record["model"] | shape
+    result = {"path": "x", "heads": 16, "kv_heads": 8, "tasks": {task: scores for task in TASKS},
+              "micro_exact_match": 0.6, "micro_exact_match_stderr": 0.0125}
+    record["results"] = {name: result for name in names}
+    (home / "eval.json").write_text(json.dumps(record))
+    return str(home)
+
+
+SHEARED = {"layers": 24, "heads": 16, "kv_heads": 16, "hidden": 2048}
+SCORES = {"questions": 25, "exact_match": 0.56, "exact_match_stderr": 0.0993}
+
+
+def test_ours_are_those_of_the_runs(tmp_path):
+    home = save(tmp_path / "table2", SHEARED, SCORES, ["teacher", "gqa4-key-cos"])
+    other = save(tmp_path / "other", SHEARED, SCORES, ["gqa4-key-cos"])
+    one, two = published.tables([f"{home}/", other]).split("## Table 2")
+    lines = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in two.splitlines() if "|" in line]
+    at = [line[0] for line in lines].index("gqa4-key-cos")
+    cells = [*["56.00 ± 9.93"] * 8, "60.00 ± 1.25", "200 questions"]
+    assert lines[at + 1][2:] == ["ours, table2", *cells] and lines[at + 2][2:] == ["ours, other", *cells]
+    assert two.count("| ours, table2 ") == 2 and two.count("56.00 ± 9.93") == 3 * 8
+    assert one.count("not run") == 22 * 9 and two.count("not run") == 13 * 9
+
+
+def test_a_run_that_is_not_of_these_tables_is_refused(tmp_path):
+    page = (ROOT / "docs/paper.md").read_bytes()
+    other = save(tmp_path / "other", {}, SCORES, ["teacher"])
+    expect_error("eval.json: expected an evaluation of LLaMA2-7B or Sheared-LLaMA-1.3B, found one of 2 "
+                 "layers, 8 heads and hidden size 64", "pipelines/published.py", "--runs", other)
+    lacking = save(tmp_path / "lacking", SHEARED, {"questions": 5}, ["gqa4-key-cos"])
+    expect_error("eval.json: expected scores of all tasks for gqa4-key-cos, found none",
+                 "pipelines/published.py", "--runs", lacking)
+    expect_error("eval.json not found; run 07_eval.py first", "pipelines/published.py", "--runs",
+                 tmp_path / "gone")
+    assert (ROOT / "docs/paper.md").read_bytes() == page
