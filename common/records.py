@@ -60,6 +60,14 @@ class MergeKind(NamedTuple):
     whole_head: bool = False
 
 
+class GroupKind(NamedTuple):
+    """Scores by which heads are grouped. done: as a participle; compared: by a criterion of the paper."""
+
+    card: str
+    done: str
+    compared: bool = False
+
+
 COUNT, SIZE = Number(at_least=1, whole=True), Number(at_least=0, whole=True)
 NUMBER, POSITIVE = Number(), Number(at_least=0)
 STRING = Text(r"[^\ud800-\udfff]*", "text")  # lone surrogates cannot be printed
@@ -87,11 +95,11 @@ FILES = {FILE_NAME: DIGEST}  # of an artifact, next to its record
 CRITERION = ("cos", "dist")
 # kinds, by the values of flags, in words for --help or the model card
 BY = {
-    "none": "adjacent heads",
-    "key": "similarity of keys after alignment",
-    "value": "similarity of values after alignment",
-    "both": "similarity of keys and values after alignment",
-    "energy": "least energy lost by closed-form merging",
+    "none": GroupKind("adjacent heads", "grouped with their neighbours"),
+    "key": GroupKind("similarity of keys after alignment", "grouped by their keys", True),
+    "value": GroupKind("similarity of values after alignment", "grouped by their values", True),
+    "both": GroupKind("similarity of keys and values after alignment", "grouped by keys and values", True),
+    "energy": GroupKind("least energy lost by closed-form merging", "grouped by energy"),
 }
 MERGES = {
     "mean": MergeKind("as in the paper", "the mean of the {heads} of a group"),
@@ -122,7 +130,7 @@ TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "toke
 TOKENS = "tokens.safetensors"  # in a calibration: what was read
 SOURCE = "source"  # the teacher of stage 5, where it is the untouched source model
 # in train/, not in teacher/
-STUDENT = {"kv_heads": COUNT, "masks": tuple(MASKS), "merge": tuple(MERGES)}
+STUDENT = {"kv_heads": COUNT, "masks": tuple(MASKS), "merge": tuple(MERGES), "open_masks": Optional(SIZE)}
 STAGES = {  # stage -> fields of its record in addition to FIELDS
     "01_calibrate.py": {
         "files": FILES,
@@ -141,13 +149,13 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
         "calibration": DIGEST,  # whose heads are grouped
         "kv_heads": COUNT,
         "groups": GROUPS,
-        "summary": {"kv_heads": COUNT, "by": tuple(BY), "criterion": CRITERION,
+        "summary": {"kv_heads": COUNT, "by": tuple(BY), "criterion": Optional(CRITERION),
                     "score_default": [NUMBER], "score_found": [NUMBER]},
     },
     "04_align.py": {
         "files": FILES,
         "groups": GROUPS,
-        "summary": {"kv_heads": COUNT, "by": tuple(BY), "criterion": CRITERION,
+        "summary": {"kv_heads": COUNT, "by": tuple(BY), "criterion": Optional(CRITERION),
                     "rotate": ("none", *CRITERION), "merge": tuple(MERGES),
                     "refit": Optional(tuple(REFITS)),
                     "key_context": Optional(COUNT), "refit_layers": Optional([REFIT]),
@@ -162,7 +170,8 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
     "06_export.py": {
         "files": FILES,
         "summary": {"kv_heads": COUNT, "dtype": STRING, "class": STRING,
-                    "max_logit_difference": POSITIVE, "cache_basis": Optional(CACHE_BASIS)},
+                    "max_logit_difference": POSITIVE, "cache_basis": Optional(CACHE_BASIS),
+                    "open_masks": Optional(SIZE)},
     },
     "07_eval.py": {
         "files": FILES,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from common.cli import printable
+from common.metrics import OPEN_MASKS
 from common.quantized_cache import LAYOUTS
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
@@ -92,6 +93,8 @@ def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
         for title, key in (("KL from the first, nats", "kl"), ("top-1 agreement", "agreement")):
             costs.append((title, "", "", *(number(column, key, 4) for column in columns[1:])))
     costs.append(("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns)))
+    if any(column.get(OPEN_MASKS) for column in columns):
+        costs.append(("masks open at removal", "", *(number(column, OPEN_MASKS, 0) for column in columns)))
     for title, key in (("KV bytes per token", "cache_bytes_per_token"),
                        ("prefill tokens/s", "prefill_tokens_per_s"),
                        ("decode tokens/s", "decode_tokens_per_s")):
