@@ -53,15 +53,16 @@ class Optional:
 
 
 class MergeKind(NamedTuple):
-    """A way to merge. whole_head: it changes W_Q and W_O, too."""
+    """A way to merge. done: in short; whole_head: it changes W_Q and W_O, too."""
 
     help: str
     card: str
+    done: str
     whole_head: bool = False
 
 
 class GroupKind(NamedTuple):
-    """Scores by which heads are grouped. done: as a participle; compared: by a criterion of the paper."""
+    """Scores by which heads are grouped. done: in short; compared: by a criterion, as in the paper."""
 
     card: str
     done: str
@@ -95,19 +96,23 @@ FILES = {FILE_NAME: DIGEST}  # of an artifact, next to its record
 CRITERION = ("cos", "dist")
 # kinds, by the values of flags, in words for --help or the model card
 BY = {
-    "none": GroupKind("adjacent heads", "grouped with their neighbours"),
-    "key": GroupKind("similarity of keys after alignment", "grouped by their keys", True),
-    "value": GroupKind("similarity of values after alignment", "grouped by their values", True),
-    "both": GroupKind("similarity of keys and values after alignment", "grouped by keys and values", True),
-    "energy": GroupKind("least energy lost by closed-form merging", "grouped by energy"),
+    "none": GroupKind("adjacent heads", "adjacent heads grouped"),
+    "key": GroupKind("similarity of keys after alignment", "heads grouped by keys", True),
+    "value": GroupKind("similarity of values after alignment", "heads grouped by values", True),
+    "both": GroupKind("similarity of keys and values after alignment",
+                      "heads grouped by keys and values", True),
+    "energy": GroupKind("least energy lost by closed-form merging", "heads grouped by energy"),
 }
 MERGES = {
-    "mean": MergeKind("as in the paper", "the mean of the {heads} of a group"),
+    "mean": MergeKind("as in the paper", "the mean of the {heads} of a group", "averaged"),
     "scaled": MergeKind("that mean at the mean norm of the group's heads (an ablation of ours)",
-                        "the mean of the {heads} of a group, scaled to their mean norm"),
+                        "the mean of the {heads} of a group, scaled to their mean norm",
+                        "averaged at their mean norm"),
     "first": MergeKind("the first head of each group (an ablation of ours)",
-                       "the first of the {heads} of a group, retained"),
-    "closed-form": MergeKind("the best shared heads", "the best shared head in closed form", True),
+                       "the first of the {heads} of a group, retained",
+                       "the first of each group retained"),
+    "closed-form": MergeKind("the best shared heads", "the best shared head in closed form",
+                             "merged in closed form", True),
 }
 REFITS = {
     "output": "each W_O refitted by least squares",

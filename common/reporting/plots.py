@@ -28,7 +28,7 @@ SCORES = {
     "cos": Score("mean cosine of the two heads", 1.0),
     "dist": Score("minus the mean squared distance of the two heads"),
     "both": Score("keys + values, each over its standard deviation"),
-    "energy": Score("minus the energy lost by merging the two heads"),
+    "energy": Score("minus the energy lost by merging the two heads, a share of the layer's"),
 }
 
 
@@ -274,7 +274,7 @@ def _draw_heldout(axes: list, measured: list[dict], first: dict) -> None:
                 axis.axhline(untrained, color=curve.get_color(), linestyle="--", linewidth=1)
     for axis in axes:
         if any(name.startswith(START) for name in first):
-            axis.plot([], [], color="grey", linestyle="--", linewidth=1, label="merged, untrained")
+            axis.plot([], [], color="grey", linestyle="--", linewidth=1, label="merged, before training")
         axis.set(xlabel="step")
         axis.legend()
     divergence.set_ylim(bottom=0)
