@@ -204,6 +204,8 @@ def find_inconsistency(record: dict, stage: str) -> str | None:
         kv_heads = summary["kv_heads"]
         if record.get("kv_heads", kv_heads) != kv_heads:
             return f"record.kv_heads: expected {kv_heads} as in its summary, found {record['kv_heads']}"
+        if BY[summary["by"]].compared and not summary.get("criterion"):
+            return f"record.summary.criterion: expected one of {', '.join(CRITERION)}, found none"
         for name in PER_LAYER & summary.keys():
             if summary[name] is not None and len(summary[name]) != model["layers"]:
                 return f"record.summary.{name}: expected {model['layers']} layers, found {len(summary[name])}"
