@@ -112,10 +112,10 @@ def test_open_masks_are_told_whichever_call_removed_them(aligned_run, finished_r
     made before it was recorded are read as well.
     """
     home = with_teacher(aligned_run, finished_run, tmp_path / "run")
-    words = train_arguments(home, inputs, "--mask-lr", "1.5")
+    words = train_arguments(home, inputs, "--mask-lr", "4")
     stop(7, *words)
-    assert "switch  after" not in run(STAGE, *words).stdout  # and so no warning, either
     log_alpha = checkpoints.whole_weights(str(home / "train" / "step-00000008"), "replicated")["log_alpha"]
+    assert "switch  after" not in run(STAGE, *words).stdout  # and so no warning, either
     opened = int((log_alpha.sigmoid() * 1.2 > 0.1).sum())
     assert 0 < opened < log_alpha.numel()
     record = json.loads((home / "train" / "stage.json").read_text())
