@@ -2,7 +2,7 @@
 
 Reads   RUN/similarity.safetensors
 Writes  RUN/groups.json: each layer's source key/value heads split into kv_heads groups, with their scores
-        RUN/groups.png: heads by group, and their cosines after alignment
+        RUN/groups.png: heads by group, and the scores that they were grouped by (--by none: their cosines)
 
     python 03_group.py --run runs/llama2-7b --kv-heads 8 --by value --criterion dist
     python 03_group.py --kv-heads 4              # seconds on a CPU for the demo model
@@ -74,13 +74,12 @@ def similarity_by(tensors: dict, path: str, model: dict, by: str, criterion: str
     return combine(key, value)  # for both; for none it only gives the scores
 
 
-def draw_groups(path: str, similarity: dict, groups: np.ndarray) -> None:
-    """The PNG file. similarity: the tensors of stage 2; groups: [layers, G, D]."""
+def draw_groups(path: str, scores: dict[str, np.ndarray], kind: str, groups: np.ndarray) -> None:
+    """The PNG file. scores: row -> [layers, H, H]; kind: theirs, of plots.SCORES; groups: [layers, G, D]."""
     drawn = plots.spaced_layers(len(groups))
-    rows = {f"{head}s after": [similarity[f"{head}.cos.after"][layer].numpy() for layer in drawn]
-            for head in ("key", "value")}
+    rows = {label: list(matrices[drawn]) for label, matrices in scores.items()}
     title = f"Groups of heads that will share one kv head: {groups.shape[1]} per layer"
-    plots.heatmaps(path, rows, drawn, title, groups[drawn].tolist())
+    plots.heatmaps(path, rows, drawn, title, groups[drawn].tolist(), kind)
 
 
 def main():
@@ -108,12 +107,17 @@ def main():
     for layer in range(layers):
         cells = " | ".join(f"{values[layer]:12.5f}" for values in scores.values())
         print(f"{layer:15d} | {cells} | {' '.join(str(group.tolist()) for group in groups[layer])}")
-    summary = {"kv_heads": kv_heads, "by": args.by, "criterion": args.criterion}
+    criterion = args.criterion if BY[args.by].compared else None
+    summary = {"kv_heads": kv_heads, "by": args.by, "criterion": criterion}
     summary |= {f"score_{name}": np.round(values, 9).tolist() for name, values in scores.items()}
     record = started.record(model, summary) | {"kv_heads": kv_heads, "groups": groups.tolist()}
     record["calibration"] = next(iter(measured["inputs"].values()), None)  # the one that stage 2 read
+    drawn = {f"by {args.by}": similarity}
+    if args.by == "none":
+        drawn = {f"{head}s after": tensors[f"{head}.cos.after"].numpy() for head in ("key", "value")}
+    kind = args.by if args.by in plots.SCORES else criterion or "cos"
     with write_beside(output) as aside:
-        draw_groups(os.path.join(aside, PICTURE), tensors, groups)
+        draw_groups(os.path.join(aside, PICTURE), drawn, kind, groups)
         write_record(aside, record, os.path.basename(output))
     print(f"wrote   {output}")
     print(f"03_group: mean score per layer {scores['found'].mean():.5f}, adjacent heads "

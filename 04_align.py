@@ -372,7 +372,7 @@ def main():
         predicted = open_layers(merged, args).logits(tokens)
         metrics |= {"perplexity_merged": perplexity_of(predicted, tokens),
                     "kl_merged": mean_kl(logits, predicted), "energy_lost": lost or None}
-        summary = {name: inputs.grouping["summary"][name] for name in ("kv_heads", "by", "criterion")}
+        summary = {name: inputs.grouping["summary"].get(name) for name in ("kv_heads", "by", "criterion")}
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | metrics
         summary |= {"key_context": inputs.context, "calibration_tokens": calibrated["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}

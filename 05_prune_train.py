@@ -71,7 +71,7 @@ from common.errors import UserError
 from common.head import head_of
 from common.method.losses import distillation_loss
 from common.method.masks import blended_name, l0_loss, set_masks
-from common.metrics import METRICS, outcome, read_metrics, summarize
+from common.metrics import METRICS, OPEN_MASKS, outcome, read_metrics, summarize
 from common.models import fingerprint
 from common.records import SOURCE
 from common.reporting import plots
@@ -228,7 +228,10 @@ def masked_step(step: Step, masks: Masks, teacher, loss: Loss) -> None:
     torch.autograd.backward([drawn, loss.l0_weight * l0], [z.grad, None])  # into log_alpha
     step.update(l0=l0.detach(), mask_target=target, **mask_metrics(size, z))  # clip, then AdamW
     masks.after_update(step.number)
-    set_masks(student.net, masks.noiseless())  # for the held-out measurement
+    noiseless = masks.noiseless()
+    set_masks(student.net, noiseless)  # for the held-out measurement
+    if step.number + 1 == switch_step(step.schedule.steps):
+        step.metrics[OPEN_MASKS] = int((noiseless > 0).sum())
 
 
 def gqa_step(step: Step, teacher, loss: Loss) -> None:

@@ -38,7 +38,7 @@ from common.evaluate import require_finite
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.merge import merged_config
-from common.metrics import CONTENT, METRICS, read_metrics
+from common.metrics import CONTENT, METRICS, OPEN_MASKS, read_metrics
 from common.models import is_hub_name, load_config, load_tokenizer, weight_dtype
 from common.progress import Progress
 from common.quantized_cache import BLOCK, LAYOUTS, attention_with, has_blocks
@@ -216,6 +216,7 @@ def main():
         if trained:
             step = checkpoints.step_of(weights.path)
             summary |= {"step": step} | heldout_at(training, step)
+            summary[OPEN_MASKS] = trained["summary"].get(OPEN_MASKS)
         export = started.record(alignment["model"], summary)
         chat = bool(load_tokenizer(aside).chat_template)
         model_card.write(aside, alignment, trained, export, chat)

@@ -57,6 +57,7 @@ from common.data.text import EVALUATION, EXPECTED, NONE, digests_of, load_tokens
 from common.errors import Complete, UserError
 from common.files import open_text, read_text, write_text
 from common.layers import Layers
+from common.metrics import OPEN_MASKS
 from common.quantized_cache import BITS, BLOCK, LAYOUTS, has_blocks, parse_cache
 from common.records import SOURCE
 from common.reporting import card, plots
@@ -189,17 +190,24 @@ def choose_checkpoints(args) -> dict[str, str]:
     return checkpoints
 
 
-def verify(path: str) -> None:
-    """Refuse a checkpoint whose files differ from its stage's record; one without a record is accepted."""
+def verify(path: str) -> dict:
+    """The OPEN_MASKS of a checkpoint's training, if its record has them; {} for one without a record.
+
+    Raises UserError if its files differ from its stage's record.
+    """
     file = os.path.join(path, artifacts.RECORD)
     if not os.path.exists(file):
-        return
+        return {}
     with open(file, "rb") as stream:
         stage = parse_object(stream.read(), file).get("stage")
     if not isinstance(stage, str):
         raise UserError(f"{file}: expected the record of a stage, found stage {abbreviated(stage)}")
-    if stage in WRITERS:
-        artifacts.verify_files(path, artifacts.read_record(path, stage))
+    if stage not in WRITERS:
+        return {}
+    record = artifacts.read_record(path, stage)
+    artifacts.verify_files(path, record)
+    count = record["summary"].get(OPEN_MASKS)
+    return {} if count is None else {OPEN_MASKS: count}
 
 
 def has_card(path: str) -> bool:
@@ -442,8 +450,8 @@ def main():
     except Complete:
         print(read_text(os.path.join(args.run, TABLE)))
         raise
+    open_masks = {name: verify(path) for name, path in checkpoints.items()}
     for path in checkpoints.values():
-        verify(path)
         if has_card(path) and is_within(path, args.run):  # one that cannot be read gets no scores
             read_text(os.path.join(path, artifacts.CARD))
     source, text = choose_sources(args)
@@ -460,6 +468,7 @@ def main():
     args.bos = bool(models.bos_prefix(tokenized[reference].tokenizer))
 
     results, outcomes = measure_all(described, tokenized, tasks, comparable, args)
+    results = {name: metrics | open_masks[name] for name, metrics in results.items()}
     table = results_table(results) + caches_section(results) + answers_section(prompts, results)
     said = partial(caption, source=source, limit=args.limit, seed=args.seed,
                    hardware=f"{device}, {args.dtype}", bos=args.bos)

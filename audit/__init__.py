@@ -266,7 +266,7 @@ def grouping_rows(run: Run, layer: Layer):
     summary, options = run.grouping["summary"], run.grouping["arguments"]
     A, iterations = np.array(run.grouping["groups"][layer.index]), options["iterations"]
     for title, head, equation in (("Eq. 23", "key", paper.eq_23), ("Eq. 24", "value", paper.eq_24)):
-        Sim = run.similarity[f"{head}.{summary['criterion']}.after"][layer.index].numpy()
+        Sim = run.similarity[f"{head}.{options['criterion']}.after"][layer.index].numpy()
         recorded = [summary["score_found"][layer.index]] if summary["by"] == head else []
         found = [score(Sim[None], A[None]), *recorded]
         yield compare(f"{title}: {head} score of the groups", [equation(A, Sim)], found, 1e-8)

@@ -24,11 +24,12 @@ import tempfile
 import time
 
 from bench.machine import machine, standard_error
+from common.artifacts import read_record
 from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, TOKEN, load_tokens, write_array
 from common.errors import UserError
 from common.files import read_json, write_json, write_text
-from common.metrics import read_metrics
+from common.metrics import OPEN_MASKS
 from common.models import load_tokenizer
 from common.reporting.tables import markdown_table
 
@@ -94,10 +95,11 @@ def train(args, start: str, tokens: int, seed: int) -> dict:
     steps = max(2, round(tokens / args.batch / args.length))
     command = [sys.executable, STAGE_5, "--run", directory, *training_flags(args, steps, seed)]
     subprocess.run(command, check=True)
-    last = read_metrics(os.path.join(directory, "train", "metrics.jsonl"))[-1]
+    trained = read_record(os.path.join(directory, "train"), "05_prune_train.py")["summary"]
     shutil.rmtree(directory)
-    return {"perplexity": math.exp(last["heldout_loss"]), "agreement": last["heldout_agreement"],
-            "kl": last["heldout_kl"], "hours": round((time.perf_counter() - began) / 3600, 3)}
+    return {"perplexity": math.exp(trained["heldout_loss"]), "agreement": trained["heldout_agreement"],
+            "kl": trained["heldout_kl"], "hours": round((time.perf_counter() - began) / 3600, 3),
+            OPEN_MASKS: trained.get(OPEN_MASKS)}
 
 
 def read_results(args) -> dict:
@@ -112,7 +114,9 @@ def read_results(args) -> dict:
 
 
 def cell(measured: list[dict], source: float) -> str:
-    """Perplexity, how far it is above the source's, and top-1 agreement, where measured: means over seeds."""
+    """Perplexity, how far it is above the source's, and top-1 agreement, where measured: means over seeds;
+    and how many masks were open when they were removed, of each seed, if any were.
+    """
     if not measured:
         return ""
     perplexities = [seed["perplexity"] for seed in measured]
@@ -121,6 +125,9 @@ def cell(measured: list[dict], source: float) -> str:
     notes = [f"{mean / source - 1:+,.1%}"]
     if "agreement" in measured[0]:
         notes.append(f"{statistics.mean(seed['agreement'] for seed in measured):.1%} agree")
+    opened = [seed.get(OPEN_MASKS) or 0 for seed in measured]
+    if any(opened):
+        notes.append(f"masks open at removal: {'/'.join(map(str, opened))}")
     return f"{mean:,.2f}{error} ({', '.join(notes)})"
 
 

@@ -12,6 +12,9 @@ CONTENT = dict(zip(SETS, ("text", "chats", "questions"), strict=True))  # of suc
 COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # metrics of a set of samples
 MEASURED = tuple(f"{prefix}_{name}" for prefix in SETS for name in COMPARED)
 START = "start"  # prefix of the metrics before the first step
+# number of masks that had not closed when they were removed: in the line of that step, then in the records of
+# the training and of its export
+OPEN_MASKS = "open_masks"
 
 
 def read_metrics(path: str) -> list[dict]:
@@ -34,9 +37,14 @@ def read_metrics(path: str) -> list[dict]:
 
 
 def summarize(lines: list[dict]) -> dict:
-    """The last loss and held-out metrics of a phase and its tokens, from the lines of its metrics.jsonl."""
+    """The last loss and held-out metrics of a phase, its tokens, and the masks that had not closed, from the
+    lines of its metrics.jsonl.
+    """
     summary = {"loss": lines[-1]["loss"], "tokens": int(sum(line["tokens"] for line in lines))}
     untrained = {name: lines[0][name] for name in lines[0] if name.startswith(f"{START}_")}
+    for line in lines:
+        if OPEN_MASKS in line:
+            summary[OPEN_MASKS] = line[OPEN_MASKS]
     return summary | {name: lines[-1][name] for name in MEASURED if name in lines[-1]} | untrained
 
 

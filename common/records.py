@@ -53,11 +53,20 @@ class Optional:
 
 
 class MergeKind(NamedTuple):
-    """A way to merge. whole_head: it changes W_Q and W_O, too."""
+    """A way to merge. done: in short; whole_head: it changes W_Q and W_O, too."""
 
     help: str
     card: str
+    done: str
     whole_head: bool = False
+
+
+class GroupKind(NamedTuple):
+    """Scores by which heads are grouped. done: in short; compared: by a criterion, as in the paper."""
+
+    card: str
+    done: str
+    compared: bool = False
 
 
 COUNT, SIZE = Number(at_least=1, whole=True), Number(at_least=0, whole=True)
@@ -88,19 +97,23 @@ FILES = {FILE_NAME: DIGEST}  # of an artifact, next to its record
 CRITERION = ("cos", "dist")
 # kinds, by the values of flags, in words for --help or the model card
 BY = {
-    "none": "adjacent heads",
-    "key": "similarity of keys after alignment",
-    "value": "similarity of values after alignment",
-    "both": "similarity of keys and values after alignment",
-    "energy": "least energy lost by closed-form merging",
+    "none": GroupKind("adjacent heads", "adjacent heads grouped"),
+    "key": GroupKind("similarity of keys after alignment", "heads grouped by keys", True),
+    "value": GroupKind("similarity of values after alignment", "heads grouped by values", True),
+    "both": GroupKind("similarity of keys and values after alignment",
+                      "heads grouped by keys and values", True),
+    "energy": GroupKind("least energy lost by closed-form merging", "heads grouped by energy"),
 }
 MERGES = {
-    "mean": MergeKind("as in the paper", "the mean of the {heads} of a group"),
+    "mean": MergeKind("as in the paper", "the mean of the {heads} of a group", "averaged"),
     "scaled": MergeKind("that mean at the mean norm of the group's heads (an ablation of ours)",
-                        "the mean of the {heads} of a group, scaled to their mean norm"),
+                        "the mean of the {heads} of a group, scaled to their mean norm",
+                        "averaged at their mean norm"),
     "first": MergeKind("the first head of each group (an ablation of ours)",
-                       "the first of the {heads} of a group, retained"),
-    "closed-form": MergeKind("the best shared heads", "the best shared head in closed form", True),
+                       "the first of the {heads} of a group, retained",
+                       "the first of each group retained"),
+    "closed-form": MergeKind("the best shared heads", "the best shared head in closed form",
+                             "merged in closed form", True),
 }
 REFITS = {
     "output": "each W_O refitted by least squares",
@@ -123,7 +136,7 @@ TRAINED = {"steps": COUNT, "batch": COUNT, "lr": POSITIVE, "loss": NUMBER, "toke
 TOKENS = "tokens.safetensors"  # in a calibration: what was read
 SOURCE = "source"  # the teacher of stage 5, where it is the untouched source model
 # in train/, not in teacher/
-STUDENT = {"kv_heads": COUNT, "masks": tuple(MASKS), "merge": tuple(MERGES)}
+STUDENT = {"kv_heads": COUNT, "masks": tuple(MASKS), "merge": tuple(MERGES), "open_masks": Optional(SIZE)}
 STAGES = {  # stage -> fields of its record in addition to FIELDS
     "01_calibrate.py": {
         "files": FILES,
@@ -142,13 +155,13 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
         "calibration": DIGEST,  # whose heads are grouped
         "kv_heads": COUNT,
         "groups": GROUPS,
-        "summary": {"kv_heads": COUNT, "by": tuple(BY), "criterion": CRITERION,
+        "summary": {"kv_heads": COUNT, "by": tuple(BY), "criterion": Optional(CRITERION),
                     "score_default": [NUMBER], "score_found": [NUMBER]},
     },
     "04_align.py": {
         "files": FILES,
         "groups": GROUPS,
-        "summary": {"kv_heads": COUNT, "by": tuple(BY), "criterion": CRITERION,
+        "summary": {"kv_heads": COUNT, "by": tuple(BY), "criterion": Optional(CRITERION),
                     "rotate": ("none", *CRITERION), "merge": tuple(MERGES),
                     "refit": Optional(tuple(REFITS)),
                     "key_context": Optional(COUNT), "refit_layers": Optional([REFIT]),
@@ -163,7 +176,8 @@ STAGES = {  # stage -> fields of its record in addition to FIELDS
     "06_export.py": {
         "files": FILES,
         "summary": {"kv_heads": COUNT, "dtype": STRING, "class": STRING,
-                    "max_logit_difference": POSITIVE, "cache_basis": Optional(CACHE_BASIS)},
+                    "max_logit_difference": POSITIVE, "cache_basis": Optional(CACHE_BASIS),
+                    "open_masks": Optional(SIZE)},
     },
     "07_eval.py": {
         "files": FILES,
@@ -191,6 +205,8 @@ def find_inconsistency(record: dict, stage: str) -> str | None:
         kv_heads = summary["kv_heads"]
         if record.get("kv_heads", kv_heads) != kv_heads:
             return f"record.kv_heads: expected {kv_heads} as in its summary, found {record['kv_heads']}"
+        if BY[summary["by"]].compared and not summary.get("criterion"):
+            return f"record.summary.criterion: expected one of {', '.join(CRITERION)}, found none"
         for name in PER_LAYER & summary.keys():
             if summary[name] is not None and len(summary[name]) != model["layers"]:
                 return f"record.summary.{name}: expected {model['layers']} layers, found {len(summary[name])}"

@@ -6,8 +6,9 @@ import re
 from huggingface_hub import ModelCard, ModelCardData
 
 from common.artifacts import CARD, END_OF_SCORES, SCORES
+from common.data.text import NONE, is_generated
 from common.files import read_text, write_text
-from common.metrics import START, heldout_kls
+from common.metrics import OPEN_MASKS, START, heldout_kls
 from common.models import is_hub_name
 from common.quantized_cache import LAYOUTS
 from common.records import BY, MASKS, MERGES, REFITS, SOURCE
@@ -15,27 +16,33 @@ from common.reporting.tables import markdown_text
 
 TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
 QUANTIZED = re.compile(r"([-.](i?q\d\w*|b?f(16|32)))?\.gguf$", re.IGNORECASE)  # at the end of a file's name
-PAPER = "*Align Attention Heads Before Merging Them* (Jin et al., EMNLP 2025)"
-OURS = ", with other groups, merges or refits than the paper's (below)"
+ARXIV = "2412.20677"
+PAPER = f"[Align Attention Heads Before Merging Them](https://arxiv.org/abs/{ARXIV}) (Jin et al., EMNLP 2025)"
 
 
 def write(directory: str, alignment: dict, training: dict | None, export: dict, chat: bool) -> None:
     """Write README.md to `directory`, a checkpoint.
 
     alignment, training, export: the records of stages 4, 5 and 6; training is None for merged/ as it is.
-    chat: whether its tokenizer has a chat template. A license, and a base model where the source is no hub
-    repository, come from the source's own card, if it has one. 07_eval.py fills in the scores.
+    chat: whether its tokenizer has a chat template. License, language, and a base model where the source is
+    no hub repository, come from the source's own card, if it has one. 07_eval.py fills in the scores.
     """
     source = alignment["model"]["name"]
     on_hub, given = is_hub_name(source), _source_card(alignment["model"]["path"])
+    base = source if on_hub else _hub_names(given.get("base_model"))
+    steps = _steps(alignment["summary"], training)
+    borrowed = [part for part in steps.values() if part]
     data = ModelCardData(
-        base_model=source if on_hub else given.get("base_model"),
+        base_model=base,
+        base_model_relation="finetune" if base else None,  # the hub's word for other weights, no fewer bits
+        language=given.get("language"),
         **_license(given, source if on_hub else None),
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["gqa", "kv-cache"],
+        tags=["gqa", "kv-cache"] + [f"arxiv:{ARXIV}"] * bool(borrowed),
     )
-    facts = _model(alignment["model"], export["summary"]) | _recipe(alignment, training, export)
+    facts = {"done": ", ".join(steps), "borrowed": borrowed, "paper": PAPER}
+    facts |= _model(alignment["model"], export["summary"]) | _recipe(alignment, training, export)
     facts["chat"], of_tasks = chat, facts.get("tasks")
     # whether prompts are tokenized as they are, or with what the tokenizer adds to a text
     facts["bare"] = not training["arguments"].get("bos") if of_tasks else chat
@@ -60,6 +67,32 @@ def write_scores(directory: str, scores: str) -> bool:
         escaped = scores.replace("<!--", "&lt;!--")
         write_text(path, f"{before}{opening}\n{escaped}\n{closing}{after}")
     return bool(opening)
+
+
+def _hub_names(given: str | list[str] | None) -> str | list[str] | None:
+    """The base models in a source's card; None if one is not a name on the hub but a path of some machine."""
+    names = given if isinstance(given, list) else [given]
+    return given if given and all(map(is_hub_name, names)) else None
+
+
+def _steps(aligned: dict, training: dict | None) -> dict[str, str]:
+    """What was done, in order and in short -> which part of the paper's method that is, if any.
+
+    aligned: the summary of stage 4; training: the record of stage 5.
+    """
+    group, merge = BY[aligned["by"]], MERGES[aligned["merge"]]
+    steps = {group.done: "groups" if group.compared else ""}
+    if aligned["rotate"] != "none" and not merge.whole_head:  # which no choice of bases changes
+        steps["rotated onto each other"] = "rotations"
+    steps[merge.done] = ""
+    if aligned["refit"]:
+        steps[REFITS[aligned["refit"]]] = ""
+    if training and training["summary"]["masks"] != "off":
+        steps["merged gradually by L0 masks"] = "masks"
+    if training:
+        facts = _data(training["arguments"])
+        steps[f"distilled from {facts['teacher']} on {facts['kinds']}"] = "prompts" if facts["tasks"] else ""
+    return steps
 
 
 def _license(given: dict, repository: str | None) -> dict:
@@ -111,16 +144,14 @@ def _model(source: dict, exported: dict) -> dict[str, str]:
 def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
     """Template fields that describe how it was made."""
     aligned = alignment["summary"]
-    criterion = f" ({aligned['criterion']})" if aligned["by"] in ("key", "value", "both") else ""
+    group = BY[aligned["by"]]
     heads = "heads" if aligned["rotate"] == "none" else "heads, rotated by generalized Procrustes,"
     limit, basis = aligned["key_context"], export["summary"].get("cache_basis")
     context = f", keys for contexts of up to {limit} tokens" if limit else ""
-    printed = (aligned["merge"], aligned["refit"]) == ("mean", None) and aligned["by"] != "energy"
     refitted = f", then {REFITS[aligned['refit']]}" if aligned["refit"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in export["packages"].items())
     return {
-        "method": f"with the method of {PAPER}" + ("" if printed else OURS),
-        "grouping": BY[aligned["by"]] + criterion,
+        "grouping": group.card + (f" ({aligned['criterion']})" if group.compared else ""),
         "merging": MERGES[aligned["merge"]].card.format(heads=heads) + context + refitted,
         "perplexity_source": f"{aligned['perplexity_source']:.3f}",
         "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
@@ -137,13 +168,14 @@ def _training(trained: dict, exported: dict) -> dict:
     before, after = heldout_kls(trained, f"{START}_"), heldout_kls(trained) | heldout_kls(exported)
     metrics = [f"on {kind} {kl:.4f} before, {after[kind]:.4f} after"
                + ("" if after[kind] < kl else ", which is no better") for kind, kl in before.items()]
-    step = exported.get("step", trained["steps"])
+    step, opened = exported.get("step", trained["steps"]), exported.get(OPEN_MASKS)
     return {
         "steps": f"{step} of {trained['steps']}" if step != trained["steps"] else step,
         "batch": trained["batch"],
         "tokens": f"{trained['tokens']:,}",
         "learning_rate": f"{trained['lr']:g}",
-        "masks": MASKS[trained["masks"]],
+        "masks": MASKS[trained["masks"]] + (f"; {opened} masks had not closed when all were removed"
+                                            if opened else ""),
         "metrics": (f"KL to the teacher, on what was held out: {'; '.join(metrics)}." if metrics else
                     f"Last loss: {trained['loss']:.4f}."),
     }
@@ -152,11 +184,14 @@ def _training(trained: dict, exported: dict) -> dict:
 def _data(arguments: dict) -> dict[str, str | bool]:
     """Template fields that say what it was trained on, and by which teacher. arguments: of stage 5."""
     tasks, text, chats = (arguments.get(name) for name in ("tasks", "text", "chat"))
-    kinds = [f"the training sets of {len(arguments['only'])} tasks"] if tasks != "none" else []
-    kinds += [f"{name} ({', '.join(_code(re.sub('[^:]*/', '', source)) for source in sources)})"
-              for name, sources in (("chats", chats), ("text", text)) if sources]
+    sources = [(name, given) for name, given in (("chats", chats), ("text", text)) if given]
+    data = [f"the training sets of {len(arguments['only'])} tasks"] if tasks != NONE else []
+    data += [f"{name} ({', '.join(_code(re.sub('[^:]*/', '', source)) for source in given)})"
+             for name, given in sources]
+    kinds = ["tasks"] * (tasks != NONE)
+    kinds += [f"{'self-generated ' * all(map(is_generated, given))}{name}" for name, given in sources]
     teacher = "the untouched source" if arguments["teacher"] == SOURCE else "a fine-tuned teacher"
-    return {"data": ", ".join(kinds), "tasks": tasks != "none", "teacher": teacher,
+    return {"data": ", ".join(data), "kinds": " and ".join(kinds), "tasks": tasks != NONE, "teacher": teacher,
             "seed": markdown_text(arguments["seed"])}
 
 

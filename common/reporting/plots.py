@@ -6,9 +6,30 @@ A failed plot must not fail the stage: one that cannot be drawn or written is sk
 import functools
 import os
 from statistics import median
+from typing import NamedTuple
+
+import numpy as np
 
 from common.files import write_file
 from common.method.losses import TERMS
+from common.metrics import COMPARED, START
+
+
+class Score(NamedTuple):
+    """What the colours of two heads mean. most: where the scale of all matrices ends; None: scores cannot be
+    compared between layers, so that each matrix has the scale of its pairs, and no diagonal.
+    """
+
+    label: str
+    most: float | None = None
+
+
+SCORES = {
+    "cos": Score("mean cosine of the two heads", 1.0),
+    "dist": Score("minus the mean squared distance of the two heads"),
+    "both": Score("keys + values, each over its standard deviation"),
+    "energy": Score("minus the energy lost by merging the two heads, a share of the layer's"),
+}
 
 
 def drawing(figure_of):
@@ -50,12 +71,15 @@ def heatmaps(
     layers: list[int],  # the layer of each column
     title: str,
     groups: list | None = None,  # one [G, D] array of heads per column: to order and frame them by
+    kind: str = "cos",  # of SCORES
 ):
     """Pairwise similarity of heads, numbered: the paper's Figure 2.
 
-    One scale for all: from 0, or from the least similarity if that is negative, to 1.
+    Cosines have one scale: from 0, or from the least if that is negative, to 1.
     """
-    least = min(0.0, *(float(image.min()) for images in matrices.values() for image in images))
+    score, least = SCORES[kind], None
+    if score.most is not None:
+        least = min(0.0, *(float(image.min()) for images in matrices.values() for image in images))
     heads = len(next(iter(matrices.values()))[0])
     groups = groups or [[range(heads)]] * len(layers)
     side = max(2.3, 0.12 * heads)  # inches, for legible numbers
@@ -66,7 +90,12 @@ def heatmaps(
     for row, (label, images) in zip(axes, matrices.items(), strict=True):
         for axis, image, shared in zip(row, images, groups, strict=True):
             order = [head for group in shared for head in group]
-            drawn = axis.imshow(image[order][:, order], vmin=least, vmax=1, cmap="viridis")
+            colours = image[order][:, order]
+            if least is None:
+                colours = np.where(np.eye(heads, dtype=bool), np.nan, colours)
+            drawn = axis.imshow(colours, vmin=least, vmax=score.most, cmap="viridis")
+            if least is None:
+                figure.colorbar(drawn, ax=axis, shrink=0.6)
             axis.set_xticks(range(heads), order)
             axis.set_yticks(range(heads), order)
             axis.tick_params(length=0, labelsize=7)
@@ -78,7 +107,10 @@ def heatmaps(
         row[0].set_ylabel(label)
     for axis, layer in zip(axes[0], layers, strict=True):
         axis.set_title(f"layer {layer}")
-    figure.colorbar(drawn, ax=axes, shrink=0.6, label="mean cosine of the two heads")
+    if least is None:
+        figure.supxlabel(f"colours: {score.label}", fontsize="medium")
+    else:
+        figure.colorbar(drawn, ax=axes, shrink=0.6, label=score.label)
     figure.suptitle(plain(title))
     return figure
 
@@ -126,8 +158,8 @@ def curves(
 ):
     """Training curves: losses; target and size of the masks; mean mask per layer (the paper's Figure 3).
 
-    Held-out metrics, if any, get three more panels. Without masks there are none for masks. All panels have
-    the same steps.
+    Held-out metrics, if any, get three more panels; dashed lines are those of merged/, before the first step.
+    Without masks there are none for masks. All panels have the same steps.
     """
     masked = [record for record in records if "mask_mean" in record]
     measured = [record for record in records if "heldout_seconds" in record]
@@ -142,7 +174,7 @@ def curves(
         _draw_mask_means(others[0], masked)
         _draw_mask_layers(others[1], masked, plt.cm.viridis)
     if measured:
-        _draw_heldout(others[-3:], measured)
+        _draw_heldout(others[-3:], measured, records[0])
     switched = masked and masked[-1] is not records[-1]
     for axis in axes.flat:
         axis.tick_params(labelbottom=True)
@@ -223,7 +255,8 @@ def _draw_mask_layers(axis, masked: list[dict], colour_map) -> None:
         axis.legend()
 
 
-def _draw_heldout(axes: list, measured: list[dict]) -> None:
+def _draw_heldout(axes: list, measured: list[dict], first: dict) -> None:
+    """Curves of the lines that were measured; dashed, the student before the first line's step."""
     divergence, loss, agreement = axes
     divergence.set(title="held-out KL to the teacher", ylabel="nats")
     loss.set(title="held-out next-token loss above the teacher's", ylabel="nats")
@@ -232,13 +265,22 @@ def _draw_heldout(axes: list, measured: list[dict]) -> None:
     sets = {"text": "heldout", "chats, answers": "heldout_chat", "tasks, answers": "heldout_task"}
     for label, prefix in sets.items():
         lines = [record for record in measured if f"{prefix}_kl" in record]
-        steps = [record["step"] for record in lines]
-        above = [record[f"{prefix}_loss"] - record[f"{prefix}_teacher_loss"] for record in lines]
-        kl, agreed = ([record[f"{prefix}_{name}"] for record in lines] for name in ("kl", "agreement"))
-        if lines:
-            for axis, values in zip(axes, (kl, above, agreed), strict=True):
-                axis.plot(steps, values, marker="o", markersize=3, label=label)
+        steps, values = [record["step"] for record in lines], [_compared(record, prefix) for record in lines]
+        start = f"{START}_{prefix}"
+        merged = _compared(first, start) if f"{start}_kl" in first else [None] * len(axes)
+        for axis, untrained, *trained in zip(axes, merged, *values, strict=True) if lines else ():
+            (curve,) = axis.plot(steps, trained, marker="o", markersize=3, label=label)
+            if untrained is not None:
+                axis.axhline(untrained, color=curve.get_color(), linestyle="--", linewidth=1)
     for axis in axes:
+        if any(name.startswith(START) for name in first):
+            axis.plot([], [], color="grey", linestyle="--", linewidth=1, label="merged, before training")
         axis.set(xlabel="step")
         axis.legend()
     divergence.set_ylim(bottom=0)
+
+
+def _compared(record: dict, prefix: str) -> tuple[float, float, float]:
+    """KL, next-token loss above the teacher's and agreement on a held-out set, of a line of metrics.jsonl."""
+    kl, loss, teacher_loss, agreement = (record[f"{prefix}_{name}"] for name in COMPARED)
+    return kl, loss - teacher_loss, agreement

@@ -31,18 +31,18 @@ class Part(NamedTuple):
     name: str
     stage: str
     record: str
-    picture: str = ""
+    pictures: tuple[str, ...] = ()
 
 
 PARTS = (
     Part("calibration", "01_calibrate.py", "calibration/stage.json"),
-    Part("similarity", "02_similarity.py", "similarity.json", picture="similarity.png"),
-    Part("groups", "03_group.py", "groups.json", picture="groups.png"),
+    Part("similarity", "02_similarity.py", "similarity.json", pictures=("similarity.png", "pairs.png")),
+    Part("groups", "03_group.py", "groups.json", pictures=("groups.png",)),
     Part("aligned", "04_align.py", "aligned/stage.json"),
     Part("teacher", "05_prune_train.py", "teacher/stage.json"),
-    Part("train", "05_prune_train.py", "train/stage.json", picture="train/curves.png"),
+    Part("train", "05_prune_train.py", "train/stage.json", pictures=("train/curves.png",)),
     Part("gqa", "06_export.py", "gqa/stage.json"),
-    Part("eval", "07_eval.py", "eval.json", picture="frontier.png"),
+    Part("eval", "07_eval.py", "eval.json", pictures=("frontier.png",)),
 )
 COMPARED = {"chat_kl": "KL, chats", "chat_agreement": "top-1, chats", "perplexity": "perplexity",
             "kl": "KL", "agreement": "top-1 agreement"}  # metrics of the overview, chats first
@@ -146,11 +146,9 @@ def section(directory: str, part: Part, record: dict) -> dict:
     if metrics:
         shown.append(tables.steps_table(metrics))
     without = "results" in record and not tables.cache_rows(record["results"])  # no caches, no frontier
-    drawn = "" if without else part.picture
     return {
         "part": part,
-        "drawn": drawn,
-        "picture": picture_data(directory, drawn) if drawn else "",
+        "pictures": {name: picture_data(directory, name) for name in part.pictures if not without},
         "tables": shown,
         "command": command(part.stage, record["arguments"]),
         "origin": origin(part, record),

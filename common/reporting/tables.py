@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from common.cli import printable
+from common.metrics import OPEN_MASKS
 from common.quantized_cache import LAYOUTS
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
@@ -97,6 +98,8 @@ def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
         sections[title] = rows
     sections["text"] = compared_rows(columns, TEXT)
     costs = [("kv heads", "", *(f"{column['kv_heads']} of {column['heads']}" for column in columns))]
+    if any(column.get(OPEN_MASKS) for column in columns):
+        costs.append(("masks open at removal", "", *(number(column, OPEN_MASKS, 0) for column in columns)))
     for key, title in {"cache_bytes_per_token": "KV bytes per token", **SPEEDS}.items():
         if any(key in column for column in columns):
             costs.append((title, "", *(number(column, key, 0) for column in columns)))

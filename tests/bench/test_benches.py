@@ -218,15 +218,18 @@ def test_the_recovery_table():
     """Budgets in ascending order, means over the seeds with their error, and the distance to the source."""
     untrained = {"source": {"perplexity": 30.0}, "mine": {"perplexity": 44.0},
                  "paper": {"perplexity": 41.0}}
-    seeds = {"0": {"perplexity": 33.0, "agreement": 0.5}, "1": {"perplexity": 35.0, "agreement": 0.6}}
+    seeds = {"0": {"perplexity": 33.0, "agreement": 0.5, "open_masks": None},
+             "1": {"perplexity": 35.0, "agreement": 0.6}}
+    masked = {seed: metrics | {"open_masks": int(seed)} for seed, metrics in seeds.items()}
     trained = {"mine, masks off": {"1000": seeds, "200": {"0": seeds["0"]}},
-               "paper, masks l0": {"200": {"0": seeds["0"]}}}
+               "paper, masks l0": {"200": {"0": masked["0"]}, "1000": masked}}
     lines = recovery.table(trained, untrained).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0] == ["tokens of training", "0", "200", "1,000"]
     once = "33.00 (+10.0%, 50.0% agree)"
     assert cells[2] == ["mine, no masks", "44.00 (+46.7%)", once, "34.00 ± 1.00 (+13.3%, 55.0% agree)"]
-    assert cells[3] == ["paper, masks", "41.00 (+36.7%)", once, ""]
+    twice = "34.00 ± 1.00 (+13.3%, 55.0% agree, masks open at removal: 0/1)"
+    assert cells[3] == ["paper, masks", "41.00 (+36.7%)", once, twice]
 
 
 def test_what_is_measured_is_kept(tmp_path, monkeypatch):
@@ -272,6 +275,7 @@ def test_merging_and_recovery_benches(inputs, tmp_path):
     trained = json.loads((out / "recovery.json").read_text())["trained"]["mean-pool, masks off"]["200"]
     assert trained["0"]["perplexity"] == pytest.approx(untrained["mean-pool"]["perplexity"], rel=1e-4)
     assert 0 <= trained["0"]["agreement"] <= 1 and not (out / "training").exists()
+    assert trained["0"]["open_masks"] is None
     assert "mean-pool, no masks" in (out / "recovery.md").read_text()
     expect_error("expected the merged models of make smollm2", "bench/recovery.py", "--run", tmp_path)
 

@@ -47,13 +47,17 @@ def headings(card: str) -> list[str]:
     return [line for line in card.splitlines() if line.startswith(("#", "---"))]
 
 
+PAPER = "[Align Attention Heads Before Merging Them](https://arxiv.org/abs/2412.20677)"
 KLS = {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
 
 
 @pytest.mark.parametrize(("summaries", "arguments", "texts"), [  # of stages 4, 5 and 6; of stage 5
     ([{}, {}, {}], {}, [
         "# Toy with 2 key/value heads", "8 query heads share 2 key/value heads instead of 4",
-        "`LlamaForCausalLM`, converted from [meta-llama/Toy](https://huggingface.co/meta-llama/Toy)",
+        "`LlamaForCausalLM`, converted from [meta-llama/Toy](https://huggingface.co/meta-llama/Toy): heads "
+        "grouped by values, rotated onto each other, averaged, merged gradually by L0 masks, distilled from "
+        "a fine-tuned teacher on tasks and text. 8 query",
+        f"It follows {PAPER} (Jin et al., EMNLP 2025) in groups, rotations, masks, prompts. It runs",
         # a key and a value, 3 layers, 16 numbers of 4 bytes per head
         f"takes {2 * 3 * 16 * 4 * 2} bytes per token instead of {2 * 3 * 16 * 4 * 4:,} (50.0%)",
         f"fingerprint `{MODEL['fingerprint']}`",
@@ -65,16 +69,22 @@ KLS = {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
         "each head from its own projections to its group's; random seed 41. Last loss: 0.1171.",
         f"torch 9.8.7, numpy 1.2.3; commit {'cd' * 20}. - Source", "0. 0 2; 1 3 1. 0 1; 2 3 2. 0 3; 1 2"]),
     ([{"merge": "first", "rotate": "none"}, {"masks": "off"}, {"dtype": "torch.bfloat16"}], {}, [
+        ": heads grouped by values, the first of each group retained, distilled from a fine-tuned teacher on "
+        "tasks and text.", "EMNLP 2025) in groups, prompts.",
         "Merging: the first of the heads of a group, retained.",
         "the merged model was trained directly, without masks; random seed 41.",
         f"takes {2 * 3 * 16 * 2 * 2} bytes per token instead of {2 * 3 * 16 * 2 * 4}"]),
-    ([{"refit": "output"}, KLS, {"step": 200, "heldout_kl": 0.04}], {}, [
+    ([{"refit": "output"}, KLS, {"step": 200, "heldout_kl": 0.04, "open_masks": 3}], {}, [
+        "; 3 masks had not closed when all were removed; random seed",
         "of a group, then each W_O refitted by least squares.",
         "200 of 320 steps of 16 samples", "0.0600 before, 0.0400 after."]),
-    ([{"by": "energy", "merge": "closed-form", "refit": "attention", "key_context": 4096},
-      KLS | {"heldout_kl": 0.08, "start_heldout_task_kl": 3.4, "heldout_task_kl": 2.56}, {}],
+    ([{"by": "energy", "criterion": None, "merge": "closed-form", "refit": "attention", "key_context": 4096},
+      KLS | {"masks": "off", "heldout_kl": 0.08, "start_heldout_task_kl": 3.4, "heldout_task_kl": 2.56},
+      {"open_masks": None}],
      {"tasks": "none", "chat": ["x/a.jsonl", "b.jsonl"], "text": ["generated:/home/me/b.txt"],
       "teacher": "source"}, [
+        ": heads grouped by energy, merged in closed form, the attention of each layer refitted to the "
+        "source's, distilled from the untouched source on chats and self-generated text. 8 query",
         "Grouping: least energy lost by closed-form merging.",
         "Merging: the best shared head in closed form, keys for contexts of up to 4096 tokens, "
         "then the attention of each layer refitted to the source's.",
@@ -82,7 +92,9 @@ KLS = {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
         "distilled from the untouched source", "what its source predicts: use it like the source",
         "KL to the teacher, on what was held out: on text 0.0600 before, 0.0800 after, which is no better; "
         "on questions 3.4000 before, 2.5600 after."]),
-    ([{"by": "energy"}, None, {}], {}, [
+    ([{"by": "none", "criterion": None}, None, {}], {}, [
+        ": adjacent heads grouped, rotated onto each other, averaged. 8 query",
+        "EMNLP 2025) in rotations.", "Grouping: adjacent heads. -",
         "It was not trained after merging", "- Training: none. - Versions", "The capital of France is"]),
 ])
 def test_the_card_says_how_it_was_made(tmp_path, records, summaries, arguments, texts):
@@ -91,7 +103,10 @@ def test_the_card_says_how_it_was_made(tmp_path, records, summaries, arguments, 
     records[1]["arguments"] |= arguments
     card = words(write(tmp_path, records if summaries[1] is not None else (records[0], None, records[2])))
     assert not [text for text in texts if text not in card]
-    assert ("other groups, merges or refits than the paper's" in card) == bool(summaries[0])
+    uses_paper = summaries[0].get("merge") != "closed-form"
+    tags = ModelCard.load(tmp_path / "README.md").data.tags
+    assert (PAPER in card) == uses_paper and tags == ["gqa", "kv-cache"] + ["arxiv:2412.20677"] * uses_paper
+    assert "masks had not closed" not in card or summaries[2].get("open_masks")
     of_tasks = summaries[1] is not None and not arguments
     assert ("Table 5" in card) == of_tasks
     if of_tasks:  # the task's prompts begin as in training
@@ -128,7 +143,7 @@ def test_a_chat_model_is_prompted_through_its_template(tmp_path, records):
 
 
 LINK, ON_HUB = "https://example.org/LICENSE", "https://huggingface.co/acme/toy/blob/main/LICENSE"
-BASE = {"base_model": "acme/toy"}
+BASE = {"base_model": "acme/toy", "base_model_relation": "finetune"}
 
 
 def licensed(link: str) -> dict:
@@ -138,7 +153,10 @@ def licensed(link: str) -> dict:
 @pytest.mark.parametrize(("name", "given", "shown", "expected"), [  # given: metadata of the source's own card
     ("acme/toy", None, "", BASE),
     ("/models/toy", {"license": "apache-2.0", "base_model": "some/Base"}, "apache-2.0",
-     {"license": "apache-2.0", "base_model": "some/Base"}),
+     {"license": "apache-2.0", "base_model": "some/Base", "base_model_relation": "finetune"}),
+    ("acme/toy", {"language": "[de, en]", "base_model": "some/Base"}, "", BASE | {"language": ["de", "en"]}),
+    ("/models/toy", {"language": "en", "base_model": "/home/me/toy"}, "", {"language": "en"}),
+    ("/models/toy", {"base_model": "[some/Base, /home/me/toy]"}, "", {}),
     ("/models/toy", licensed(LINK), "acme-community", licensed(LINK)),
     ("acme/toy", licensed(LINK), "acme-community", BASE | licensed(LINK)),
     ("acme/toy", licensed("LICENSE"), "acme-community", BASE | licensed(ON_HUB)),
@@ -162,4 +180,4 @@ def test_license_and_base_model_are_those_of_the_sources_card(
     assert f"Its license is the source's{sentence}" in words(write(tmp_path, records))
     data = ModelCard.load(tmp_path / "README.md", ignore_metadata_errors=False).data.to_dict()
     assert data == expected | {"library_name": "transformers", "pipeline_tag": "text-generation",
-                               "tags": ["gqa", "kv-cache"]}
+                               "tags": ["gqa", "kv-cache", "arxiv:2412.20677"]}

@@ -149,6 +149,38 @@ def test_curves_show_held_out_metrics_on_panels_of_their_own(masked, prefixes):
             assert series(axis)[labels[prefix]] == ([record["step"] for record in ends], values)
 
 
+def test_dashed_lines_are_those_of_merged():
+    """In the colour of their set's curve, at what the first line says of the student before its step."""
+    records = training_records(measured=["heldout", "heldout_task"])
+    before = {"heldout": (1.5, 4.0, 3.0, 0.25), "heldout_task": (2.5, 5.0, 3.5, 0.125)}
+    for prefix, values in before.items():
+        names = ("kl", "loss", "teacher_loss", "agreement")
+        records[0] |= {f"start_{prefix}_{name}": value for name, value in zip(names, values, strict=True)}
+    axes = figure_of(plots.curves, records, "title").axes[-3:]
+    for axis, expected in zip(axes, ([1.5, 2.5], [1.0, 1.5], [0.25, 0.125]), strict=True):
+        assert legend(axis) == ["text", "tasks, answers", "merged, before training"]
+        dashed = [line for line in axis.lines if line.get_linestyle() == "--" and len(line.get_xdata())]
+        assert [list(line.get_ydata()) for line in dashed] == [[value, value] for value in expected]
+        curves = [line for line in axis.lines if line.get_marker() == "o"]
+        assert [line.get_color() for line in dashed] == [line.get_color() for line in curves]
+
+
+def test_scores_of_a_layer_have_a_scale_of_their_own():
+    """Only cosines can be compared between layers; a head's score with itself means nothing."""
+    layers = [-np.array([[0.0, 1, 2], [1, 0, 5], [2, 5, 0]]),
+              -np.array([[0.0, 70, 80], [70, 0, 90], [80, 90, 0]])]
+    apart = ~np.eye(3, dtype=bool)
+    for kind in sorted(plots.SCORES.keys() - {"cos"}):
+        figure = figure_of(plots.heatmaps, {"by": layers}, [0, 1], "Groups", [[[2, 0, 1]]] * 2, kind)
+        assert figure.get_supxlabel() == f"colours: {plots.SCORES[kind].label}"
+        drawn = [axis.images[0] for axis in figure.axes if axis.images]
+        for image, matrix, scale in zip(drawn, layers, ((-5, -1), (-90, -70)), strict=True):
+            shown, expected = np.ma.filled(image.get_array(), np.nan), matrix[[2, 0, 1]][:, [2, 0, 1]]
+            assert image.get_clim() == scale and np.array_equal(shown[apart], expected[apart])
+            assert np.isnan(np.diag(shown)).all()
+        assert len(figure.axes) == 4  # two colour bars
+
+
 def test_heatmaps_show_each_matrix_in_its_place():
     draw = np.random.default_rng(0)
     matrices = {label: [draw.random((4, 4)) for _ in range(3)] for label in ("keys before", "keys after")}

@@ -63,7 +63,7 @@ def whole(tmp_path):
     for artifact in ARTIFACTS:
         save(run, artifact)
     save_metrics(run, 5)
-    for picture in ("similarity.png", "groups.png", "train/curves.png"):
+    for picture in ("similarity.png", "pairs.png", "groups.png", "train/curves.png"):
         (run / picture).write_bytes(PIXEL)
     return run
 
@@ -163,12 +163,21 @@ def test_without_tasks_there_are_no_meters(whole):
     assert ["teacher", "7.5", "4", "4,096"] in page.rows
 
 
+def test_the_first_table_says_which_masks_were_open(whole):
+    measured = record("eval.json")
+    measured["results"]["g<q>a"]["open_masks"] = 3
+    measured["results"]["teacher"]["open_masks"] = 0
+    write_json(str(whole / "eval.json"), measured)
+    first = [row[0] for row in read(whole).rows]
+    assert "g<q>a (masks open at removal: 3)" in first and "teacher" in first
+
+
 def test_the_page_is_self_contained(whole):
     page = read(whole)
     assert "script" not in page.tags and "link" not in page.tags and "b" not in page.tags
     picture = f"data:image/png;base64,{base64.b64encode(PIXEL).decode()}"
     anchors = [address for address in page.addresses if address.startswith("#")]
-    assert page.addresses.count(picture) == 3 == len(page.addresses) - len(anchors)
+    assert page.addresses.count(picture) == 4 == len(page.addresses) - len(anchors)
     assert anchors and all(address[1:] in page.ids for address in anchors)
     assert len(set(page.ids)) == len(page.ids)
     assert not re.search(r"url\(|@import|https?:", (whole / "report.html").read_text())
@@ -190,7 +199,7 @@ def test_a_page_of_someone_else_is_kept_unless_forced(whole):
 def test_only_files_of_the_run_are_embedded(whole):
     secret = whole.parent / "run directory of another.png"
     secret.write_bytes(b"secret")
-    for name in ("similarity.png", "groups.png", "train/curves.png"):
+    for name in ("similarity.png", "pairs.png", "groups.png", "train/curves.png"):
         (whole / name).unlink()
     (whole / "similarity.png").symlink_to(secret)
     os.mkfifo(whole / "train" / "curves.png")

@@ -55,6 +55,7 @@ def test_every_figure_stands_under_its_checkpoint():
             micro_chance=0.51 + number / 10, macro_chance=0.52 + number / 10,
             perplexity=7.0 + number, perplexity_stderr=0.5 + number / 4, heads=16, kv_heads=8 - 3 * number,
             cache_bytes_per_token=640 - 100 * number, prefill_tokens_per_s=300 + number,
+            **({"open_masks": number - 1} if number else {}),
             decode_tokens_per_s=30 + number,
             **{f"micro_{key}": value for key, value in micro.items()},
             **{f"macro_{key}": value for key, value in macro.items()},
@@ -81,6 +82,7 @@ def test_every_figure_stands_under_its_checkpoint():
         ["perplexity", "", "7.000 ± 0.500", "8.000 ± 0.750", "9.000 ± 1.000"],
         ["**cost**", "", "", "", ""],
         ["kv heads", "", "8 of 16", "5 of 16", "2 of 16"],
+        ["masks open at removal", "", "-", "0", "1"],
         ["KV bytes per token", "", "640", "540", "440"],
         ["prefill tokens/s", "", "300", "301", "302"],
         ["decode tokens/s", "", "30", "31", "32"]]

@@ -169,7 +169,8 @@ def test_layer_by_layer_metrics_are_the_whole_models(evaluation):
     table = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
              for line in (other / "eval.md").read_text().splitlines() if line.startswith("|")}
     assert not {"decode tokens/s", "prefill tokens/s", "*macro average*"} & table.keys()
-    assert table["perplexity"] == [f"{expected[name]['perplexity']:.3f}" for name in ("a", "b")]
+    assert table["perplexity"] == ["{:.3f} ± {:.3f}".format(
+        *(expected[name][metric] for metric in ("perplexity", "perplexity_stderr"))) for name in ("a", "b")]
     assert f"a perplexity {table['perplexity'][0]}; b perplexity" in done.stdout
     assert "Layer by layer on cpu, float32" in (other / "eval.md").read_text()
     assert read_outcomes(other) == []
@@ -306,7 +307,7 @@ def test_answers_of_chats_come_first_from_messages_as_from_their_tokens(evaluati
     nets = [models.load_model(str(path)) for path in paths.values()]
     _, reference = evaluate.prediction_metrics(nets[0], samples, None)
     expected, _ = evaluate.prediction_metrics(nets[1], samples, reference)
-    assert {key: results["b"][f"chat_{key}"] for key in expected} == expected
+    assert {key: results["b"][f"chat_{key}"] for key in expected} == pytest.approx(expected)
     assert "chat_kl" not in results["a"] and results["a"]["chat_perplexity"] > 1
     assert results["b"]["chat_perplexity_tokens"] == sum(sample.answer_tokens for sample in samples)
     table = (tmp_path / "run" / "eval.md").read_text()
@@ -316,14 +317,14 @@ def test_answers_of_chats_come_first_from_messages_as_from_their_tokens(evaluati
     assert "answers of chats" in card and "tokens/s" not in card and "Measured on cpu" in card
     run("07_eval.py", *words, "--chat", tokens, "--update")
     again = results_of(tmp_path / "run")["b"]
-    assert {key: again[f"chat_{key}"] for key in expected} == expected
+    assert {key: again[f"chat_{key}"] for key in expected} == pytest.approx(expected)
     vocabulary = json.loads((paths["b"] / "tokenizer.json").read_text())
     vocab = vocabulary["model"]["vocab"]
     vocab["!"], vocab["?"] = vocab["?"], vocab["!"]
     (paths["b"] / "tokenizer.json").write_text(json.dumps(vocabulary))
     expect_error(f"{tokens}: expected checkpoints with one tokenizer, as it has tokens", "07_eval.py", *words,
                  "--chat", tokens, "--update")
-    for flags, message in ((["--chat", "gone.jsonl"], "chats gone.jsonl: expected a .jsonl"),
+    for flags, message in ((["--chat", "gone.jsonl"], "chats gone.jsonl: expected hf:NAME[:CONFIG] or a "),
                            (["--chat", chats, "--layerwise"], "--layerwise: expected no --tasks, --limit, ")):
         expect_error(message, "07_eval.py", *words, *flags, "--update")
 

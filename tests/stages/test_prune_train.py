@@ -106,6 +106,35 @@ def test_a_teacher_learns_by_its_own_schedule_and_is_freed_before_the_student_is
     assert given == ["of the teacher", "its own"]
 
 
+@pytest.mark.slow
+def test_open_masks_are_told_whichever_call_removed_them(aligned_run, finished_run, inputs, tmp_path):
+    """A signal comes in the last step with masks. Training, export, card and table have their number; those
+    made before it was recorded are read as well.
+    """
+    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
+    words = train_arguments(home, inputs, "--mask-lr", "4")
+    stop(7, *words)
+    log_alpha = checkpoints.whole_weights(str(home / "train" / "step-00000008"), "replicated")["log_alpha"]
+    assert "switch  after" not in run(STAGE, *words).stdout  # and so no warning, either
+    opened = int((log_alpha.sigmoid() * 1.2 > 0.1).sum())
+    assert 0 < opened < log_alpha.numel()
+    record = json.loads((home / "train" / "stage.json").read_text())
+    assert record["summary"]["open_masks"] == opened
+    for known in (True, False):
+        if not known:
+            del record["summary"]["open_masks"]
+            write_record(str(home / "train"), record)
+        run("06_export.py", "--run", home, "--force")
+        run("07_eval.py", "--run", home, "--force", "--tasks", "none", "--text", inputs["text"],
+            "--length", 32, "--sequences", 2)
+        card, results = (home / "gqa" / "README.md").read_text(), json.loads((home / "eval.json").read_text())
+        assert (f"; {opened} masks had not closed when all were removed; random seed" in card) == known
+        assert [figures.get("open_masks") for figures in results["results"].values()] == [
+            None, None, opened if known else None]
+        for text in (card, (home / "eval.md").read_text()):
+            assert ("masks open at removal" in text) == known
+
+
 def test_a_training_goes_on_with_its_own_teacher_alone(finished_run, inputs, tmp_path):
     home = copy_run(finished_run, tmp_path / "run")
     other = shutil.copytree(home / "teacher", tmp_path / "other")

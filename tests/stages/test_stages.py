@@ -17,6 +17,7 @@ from common.data.sources import DataContext, read_unread
 from common.data.text import HELDOUT, load_tokens, write_array
 from common.errors import UserError
 from common.files import sha256
+from common.method import grouping
 from common.reporting import plots
 from helpers import (
     GROUPING,
@@ -167,17 +168,34 @@ def test_digests_of_inputs_are_taken_before_they_are_read(aligned_run, tmp_path,
     assert read(home / "similarity.json")["inputs"] == {"calibration": expected}
 
 
-def test_the_picture_of_groups_is_of_the_groups_that_are_written(aligned_run, tmp_path, monkeypatch):
-    pictures, similarity = [], aligned_run / "similarity.safetensors"
+@pytest.mark.parametrize(("by", "kind", "rows"), [
+    ("key", "dist", {"by key": "key.dist.after"}), ("value", "cos", {"by value": "value.cos.after"}),
+    ("energy", "energy", {"by energy": "energy"}), ("both", "both", {"by both": None}),
+    ("none", "cos", {"keys after": "key.cos.after", "values after": "value.cos.after"}),
+])
+def test_the_picture_of_groups_is_of_what_they_were_found_by(
+    aligned_run, tmp_path, monkeypatch, by, kind, rows
+):
+    """And the record has no criterion where none was used. 04_align.py keeps what it says."""
+    home, pictures, similarity = tmp_path / "run", [], aligned_run / "similarity.safetensors"
+    copy_run(aligned_run, home)
     monkeypatch.setattr(plots, "heatmaps", lambda *arguments: pictures.append(arguments))
-    run("03_group.py", "--run", tmp_path, "--similarity", similarity, *GROUPING, "--by", "key")
-    ((path, rows, drawn, _, groups),) = pictures
-    written = read(tmp_path / "groups.json")["groups"]
-    assert path.endswith("/groups.png") and drawn == [0, 1, 2] and groups == written
-    for title, matrices in rows.items():
-        stored = safe_open(similarity, "numpy").get_tensor(title.replace("s ", ".cos."))
-        assert np.array_equal(np.stack(matrices), stored)
-    assert list(rows) == ["keys after", "values after"]
+    criterion = ["--criterion", kind] if kind in ("cos", "dist") else []
+    run("03_group.py", "--run", home, "--force", *GROUPING, "--by", by, *criterion)
+    ((path, drawn, layers, _, groups, shown),) = pictures
+    written = read(home / "groups.json")
+    assert path.endswith("/groups.png") and layers == [0, 1, 2] and groups == written["groups"]
+    assert shown == kind and list(drawn) == list(rows)
+    for title, name in rows.items():
+        tensors = safe_open(similarity, "numpy")
+        stored = tensors.get_tensor(name) if name else grouping.combine(
+            *(tensors.get_tensor(f"{head}.dist.after") for head in ("key", "value")))
+        assert np.array_equal(np.stack(drawn[title]), stored)
+    used = {"none": None, "energy": None, "both": "dist"}.get(by, kind)
+    assert written["summary"]["criterion"] == used
+    if used is None:
+        run("04_align.py", "--run", home, "--force")
+        assert read(home / "merged" / "stage.json")["summary"]["criterion"] is None
 
 
 def sum_within(matrix: np.ndarray, groups: list[list[int]]) -> float:
@@ -207,7 +225,8 @@ def test_groups_have_the_highest_score_of_all(aligned_run, tmp_path, by, criteri
         for name, score in scores.items():
             assert written["summary"][f"score_{name}"][layer] == pytest.approx(score, abs=1e-8)
     assert written["groups"] != [adjacent] * LAYERS
-    assert written["summary"] | {"kv_heads": kv_heads, "by": by, "criterion": criterion} == written["summary"]
+    used = None if by == "energy" else criterion
+    assert written["summary"] | {"kv_heads": kv_heads, "by": by, "criterion": used} == written["summary"]
 
 
 def test_the_default_is_a_quarter_of_the_heads_and_by_none_groups_adjacent_ones(aligned_run, tmp_path):

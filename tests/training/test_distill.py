@@ -48,6 +48,17 @@ def test_fine_tuning_counts_answer_tokens_alone():
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
 
 
+def test_masks_that_are_open_when_they_are_removed_are_counted(monkeypatch):
+    """Those whose stretched sigmoid is above 0: log_alpha above log(0.1 / 1.1), which is -2.398."""
+    monkeypatch.setattr(stage5, "sum_over_ranks", lambda leaves: None)
+    log_alpha = torch.full((3, 8), -2.5)
+    log_alpha[0, :5] = -2.3
+    student = masked_student(log_alpha)
+    for step, expected in enumerate((None, None, None, 5)):  # of five steps, four have masks
+        metrics = run_masked_step(Masks(student.replicated, SCHEDULE.steps, seed=5), student, step, TWO_ROWS)
+        assert metrics.get("open_masks") == expected
+
+
 @pytest.mark.parametrize("step, ranks", [(0, 1), (40, 1), (40, 2)])
 def test_mask_gradient_is_that_of_equation_31(monkeypatch, step, ranks):
     """By one backward pass through draw, blend, Eq. 30 and Eq. 29, without the leaf and in one row.

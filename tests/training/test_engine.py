@@ -284,3 +284,5 @@ def test_the_outcome_of_a_training_in_words_and_its_summary():
     assert "(no better than before: lower --lr" in outcome([first, last | {"heldout_task_kl": 0.2}])
     assert outcome([{"loss": 3.0}, last]) == "distillation loss 3.000 at the start, 1.000 as GQA"
     assert summarize([first, last]) == {**first, **last, "tokens": 7}
+    switch = last | {"open_masks": 2}
+    assert summarize([first, switch, last]) == {**first, **last, "tokens": 11, "open_masks": 2}
