@@ -41,7 +41,7 @@ def test_a_device_that_is_not_there_is_refused(stage, monkeypatch):
 SECTIONS = {
     "04_align": ("merging", "the equivalence check", "execution"),
     "05_prune_train": ("teacher and student", "length of training", "optimization"),
-    "07_eval": ("checkpoints and tasks", "perplexity and speed", "execution"),
+    "07_eval": ("checkpoints and tasks", "text, chats and speed", "execution"),
 }
 
 
