@@ -15,6 +15,7 @@ START = "start"  # prefix of the metrics before the first step
 # number of masks that had not closed when they were removed: in the line of that step, then in the records of
 # the training and of its export
 OPEN_MASKS = "open_masks"
+CHATS, TEXT = "chat_", ""  # prefixes of stage 7's metrics on answers of chats, and on every token of texts
 
 
 def read_metrics(path: str) -> list[dict]:

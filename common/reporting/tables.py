@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from common.cli import printable
-from common.metrics import OPEN_MASKS
+from common.metrics import CHATS, OPEN_MASKS, TEXT
 from common.quantized_cache import LAYOUTS
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
-CHATS, TEXT = "chat_", ""  # prefixes of the metrics on answers of chats, and on every token of texts
 COMPARED = {  # metric -> title, digits
     "kl": ("KL from the first, nats", 4),
     "agreement": ("top-1 agreement", 4),
