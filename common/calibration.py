@@ -1,5 +1,5 @@
-"""Calibration: statistics of a model's heads on text; and stage 1's directory, with a file of them per layer and
-the tokens.
+"""Calibration: statistics of a model's heads on text, and the directory of stage 1: a file of them per layer,
+and the tokens.
 """
 
 import os

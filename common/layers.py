@@ -26,8 +26,8 @@ STORED_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16
 
 
 class Layers:
-    """A checkpoint's embedding, decoder layers and head, in `dtype` on `device`. config: the model's. Or those of
-    a `model` in memory, of that dtype and device, in place of the checkpoint.
+    """A checkpoint's embedding, decoder layers and head, in `dtype` on `device`. config: the model's.
+    model: one in memory, of that dtype and on that device, in place of the checkpoint's.
 
     layerwise: a module is loaded when its `with` block begins and freed when it ends. config and weights (as
     StoredWeights) then replace those of the checkpoint; `path` is only their name. Raises UserError for

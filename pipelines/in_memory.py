@@ -92,7 +92,8 @@ def copied(model, config, dtype: torch.dtype, device: str):
 
 def check_tokens(token_ids: torch.Tensor, rows: int, least: int) -> None:
     """Raise UserError unless these are at least so many sequences of ids below `rows`."""
-    if token_ids.ndim != 2 or token_ids.is_floating_point() or len(token_ids) < least or not token_ids.numel():
+    shaped = token_ids.ndim == 2 and len(token_ids) >= least and token_ids.numel()
+    if not shaped or token_ids.is_floating_point():
         raise UserError(f"token_ids: expected integers [sequences, length], {least} sequences or more, found "
                         f"{token_ids.dtype} {list(token_ids.shape)}")
     low, high = map(int, token_ids.aminmax())
