@@ -13,6 +13,7 @@ from common.calibration import Calibration
 from common.errors import UserError
 from common.method.merge import fuse_layer
 from common.proof import require_convertible
+from common.records import MERGES
 from helpers import ROOT, run, save_tiny, tiny_model
 from pipelines import in_memory
 from pipelines.in_memory import convert
@@ -67,7 +68,7 @@ def test_the_result_is_stock_and_the_model_stays(by, monkeypatch):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"by": "energies"}, "by: expected one of none, key, value, both, energy, found energies"),
-    ({"merge": "sum"}, "merge: expected one of mean, scaled, first, closed-form, found sum"),
+    ({"merge": "sum"}, f"merge: expected one of {', '.join(MERGES)}, found sum"),
     ({"refit": "all"}, "refit: expected one of None, output, attention, found all"),
     ({"kv_heads": 3}, "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
     ({"token_ids": TOKENS[0]}, "1 sequences or more, found torch.int64 [24]"),
