@@ -6,6 +6,7 @@ is made here, too; stage 4's check, that the rotated model equals its source, is
 """
 
 import common.openmp  # noqa: F401 - before torch
+import copy
 import tempfile
 from dataclasses import asdict
 
@@ -64,7 +65,7 @@ def convert(model, token_ids: torch.Tensor, kv_heads: int, by: str = "energy", m
         if refitting:
             refitting.layer(layer, merged[-1])
     layers.model.model.layers = nn.ModuleList(merged)
-    return copied(layers.model, merged_config(model.config, kv_heads), dtype, layers.device)
+    return with_weights(layers.model, merged_config(model.config, kv_heads), dtype, layers.device)
 
 
 def open_model(model) -> Layers:
@@ -76,18 +77,18 @@ def open_model(model) -> Layers:
     expected = proof.require_convertible(name, config)
     if type(model).__name__ != expected:
         raise UserError(f"{name}: expected a {expected}, found a {type(model).__name__}")
-    copy = copied(model, config, torch.float32, device)
-    return Layers(name, torch.float32, device, model=copy)
+    own = with_weights(model, config, torch.float32, device)
+    return Layers(name, torch.float32, device, model=own)
 
 
-def copied(model, config, dtype: torch.dtype, device: str):
+def with_weights(model, config, dtype: torch.dtype, device: str):
     """A model of this config with the weights of another."""
-    copy = models.empty_model("the model", config, dtype, device)
-    models.materialize(copy, device)
-    copy.load_state_dict(model.state_dict())
-    copy.tie_weights()
-    copy.generation_config = model.generation_config
-    return copy
+    copied = models.empty_model("the model", config, dtype, device)
+    models.materialize(copied, device)
+    copied.load_state_dict(model.state_dict())
+    copied.tie_weights()
+    copied.generation_config = copy.deepcopy(model.generation_config)
+    return copied
 
 
 def check_tokens(token_ids: torch.Tensor, rows: int, least: int) -> None:
