@@ -29,20 +29,15 @@ import torch
 
 from common import families, gguf, models, proof
 from common.artifacts import begin_stage, write_record
-from common.calibration import write_layer, write_tokens
+from common.calibration import BATCH, collect, write_layer, write_tokens
 from common.cli import device, peak_memory, positive, run_stage, stage_parser
 from common.data import demo
 from common.data.data_sets import DATA_SET
 from common.data.demo import resolve_model
 from common.data.sources import DataContext, choose_chats, read_sequences
 from common.data.text import EXPECTED, digests_of, sequence_length
-from common.errors import UserError
 from common.files import write_directory
-from common.forward import run_layer
 from common.layers import Layers
-from common.method.rope import free_pairs
-from common.method.stats import LayerStats, output_gram
-from common.progress import Progress
 
 LENGTH = 2048  # tokens per sequence in the paper
 
@@ -69,76 +64,12 @@ def parse():
     parser.add_argument("--sample-tokens", type=positive, default=256,
                         help="number of evenly spaced tokens whose raw head vectors are kept")
     parser.section("execution")
-    parser.add_argument("--batch", type=positive, default=4, help="sequences per forward pass")
+    parser.add_argument("--batch", type=positive, default=BATCH, help="sequences per forward pass")
     parser.add_argument("--layerwise", action="store_true", help="hold one decoder layer in memory at a time")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
                         help="of the forward pass; sums use float64")
     return parser.parse_args()
-
-
-class Collector:
-    """Forward hooks on one layer that accumulate sums over its queries, keys and values, and samples."""
-
-    def __init__(self, layer, name: str, shape: families.Geometry, sampled: torch.Tensor, device: str):
-        self.attention, self.name, self.shape = layer.self_attn, name, shape
-        self.sampled = sampled  # positions of the sampled tokens in the entire text
-        self.head_norms = families.norm_kind(self.attention) == "head"
-        self.stats = LayerStats(shape.kv_heads, shape.head_dim, device, self.head_norms)
-        self.updates = {"q": self.stats.update_queries, "k": self.stats.update_keys,
-                        "v": self.stats.update_values}
-        self.samples = {"k": [], "v": []}  # per batch [n, heads, d]
-        # before RoPE, which turns pair p of every head by the same angle: conj(z_i[p]) z_j[p] stays the same
-        self.hooks = families.watch_heads(self.attention, self._collect)
-
-    def begin(self, start: int, end: int) -> None:
-        """Set the position of the next forward pass: tokens start to end - 1 of the entire text."""
-        inside = (self.sampled >= start) & (self.sampled < end)
-        self.sampled_rows = self.sampled[inside] - start
-
-    def _collect(self, letter: str, vectors: torch.Tensor) -> None:
-        heads = vectors.detach().flatten(0, -3)
-        if not torch.isfinite(heads.sum(dtype=torch.float32)):
-            raise UserError(f"NaN or Inf in the output of {self.name}.self_attn.{letter}_proj")
-        if self.head_norms and letter == "k":
-            self.stats.update_normed_keys(heads, families.normed(self.attention, "k", heads))
-        elif self.head_norms and letter == "q":
-            heads = families.normed(self.attention, "q", heads)
-        self.updates[letter](heads)
-        if letter in self.samples:
-            self.samples[letter].append(heads[self.sampled_rows].float().cpu())
-
-    def finish(self) -> dict[str, torch.Tensor]:
-        """Remove the hooks and return the tensors of this layer's file."""
-        for hook in self.hooks:
-            hook.remove()
-        tensors = self.stats.tensors()
-        tensors |= {f"sample.{kind}": torch.cat(self.samples[kind[0]]) for kind in ("key", "value")}
-        tensors["key.free"] = free_pairs(self.attention)
-        tensors["key.joint_norm"] = torch.tensor(families.norm_kind(self.attention) == "joint")
-        weight = families.output_projection(self.attention).weight
-        tensors["output.gram"] = output_gram(weight, self.shape.kv_heads, self.shape.head_dim).cpu()
-        return tensors
-
-
-def collect(layers: Layers, shape: families.Geometry, tokens: torch.Tensor, args):
-    """Run the text, tokens [sequences, length], through the model once and yield each layer's tensors."""
-    batches, length = tokens.split(args.batch), tokens.shape[1]
-    samples = min(args.sample_tokens, tokens.numel())
-    sampled = torch.linspace(0, tokens.numel() - 1, samples).long().unique()
-    hidden = layers.embed(batches, args.run)
-    with Progress(total=shape.layers * len(batches), desc="calibrating", unit="batch") as bar:
-        for index in range(shape.layers):
-            with layers.layer(index) as layer:
-                collector = Collector(layer, f"model.layers.{index}", shape, sampled, layers.device)
-                for number, batch in enumerate(batches):
-                    start = number * args.batch * length
-                    collector.begin(start, start + batch.numel())
-                    hidden[number] = run_layer(layers.model, layer, hidden[number])
-                    bar.update()
-                tensors = collector.finish()
-                tensors["rope.frequencies"] = families.rope_frequencies(layers.model, layer.self_attn)
-            yield tensors
 
 
 @torch.no_grad()
@@ -177,7 +108,8 @@ def main():
 
     with write_directory(output) as aside:
         write_tokens(aside, tokens)
-        for index, tensors in enumerate(collect(layers, shape, tokens, args)):
+        collected = collect(layers, tokens, args.batch, args.sample_tokens, args.run)
+        for index, tensors in enumerate(collected):
             write_layer(aside, index, tensors)
         summary = {
             "tokens": tokens.numel(),

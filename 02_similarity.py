@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 from common import artifacts
 from common.calibration import Calibration
 from common.cli import device, non_negative, positive, run_stage, stage_parser
-from common.closed_form.layer import merging_loss
+from common.closed_form.layer import score_pairs
 from common.errors import UserError
 from common.families import key_context
-from common.method.procrustes import layer_similarity, pair_mean
+from common.method.procrustes import pair_mean
 from common.models import pick_device
 from common.progress import Progress
 from common.reporting import plots
@@ -105,14 +105,9 @@ def main():
     compute_device = pick_device(args.device)
     print(f"reads   {source}: {model['path']}, {calibration.summary['tokens']} tokens")
 
-    per_layer = []
-    for index in Progress(range(model["layers"]), desc="similarity", unit="layer"):
-        grams = calibration.grams(compute_device, index)
-        matrices = layer_similarity(grams)
-        if args.energy:
-            matrices["energy"] = -merging_loss(grams, context)  # more is more similar, as elsewhere
-        per_layer.append({name: matrix.cpu() for name, matrix in matrices.items()})
-    similarity = {name: torch.stack([matrices[name] for matrices in per_layer]) for name in per_layer[0]}
+    indices = Progress(range(model["layers"]), desc="similarity", unit="layer")
+    layers = (calibration.grams(compute_device, index) for index in indices)
+    similarity = score_pairs(layers, context if args.energy else None)
 
     means = {name: pair_mean(matrix) for name, matrix in similarity.items()}
     print_means(means, model["layers"])

@@ -20,9 +20,8 @@ import numpy as np
 
 from common.artifacts import begin_stage, input_digests, read_tensors, write_beside, write_record
 from common.cli import positive, run_stage, seed, stage_parser
-from common.errors import UserError
 from common.families import check_kv_heads
-from common.method.grouping import anneal, combine, default_groups, score
+from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups, score, similarity_by
 from common.records import BY, CRITERION
 from common.reporting import plots
 
@@ -42,36 +41,12 @@ def parse():
     parser.add_argument("--criterion", choices=CRITERION, default="dist",
                         help="cosine or squared distance; not used by energy")
     parser.section("search")
-    parser.add_argument("--restarts", type=positive, default=200,
+    parser.add_argument("--restarts", type=positive, default=RESTARTS,
                         help="random initial groupings (the paper's epoch)")
-    parser.add_argument("--iterations", type=positive, default=3000,
+    parser.add_argument("--iterations", type=positive, default=ITERATIONS,
                         help="swaps proposed per initial grouping (the paper's maxIter)")
     parser.add_argument("--seed", type=seed, default=0, help="random seed for the search")
     return parser.parse_args()
-
-
-def similarity_by(tensors: dict, path: str, model: dict, by: str, criterion: str) -> np.ndarray:
-    """The similarity to maximize, [layers, H, H], of the tensors in stage 2's file at `path`.
-
-    Raises UserError unless it is finite and its shape matches the model in the record.
-    """
-    if by == "energy" and "energy" not in tensors:
-        raise UserError(f"{path}: expected energy scores, found none; run 02_similarity.py --energy --force")
-    shape = model["layers"], model["kv_heads"], model["kv_heads"]
-
-    def matrix(name: str) -> np.ndarray:
-        values = tensors[name].numpy()
-        if values.shape != shape or not np.isfinite(values).all():
-            raise UserError(f"{path}: expected finite {name} of shape {list(shape)}, "
-                            f"found {list(values.shape)}; run 02_similarity.py again with --force")
-        return values
-
-    if by == "energy":
-        return matrix("energy")
-    if by in ("key", "value"):
-        return matrix(f"{by}.{criterion}.after")  # after: heads are merged as stage 4 turns them
-    key, value = matrix(f"key.{criterion}.after"), matrix(f"value.{criterion}.after")
-    return combine(key, value)  # for both; for none it only gives the scores
 
 
 def draw_groups(path: str, scores: dict[str, np.ndarray], kind: str, groups: np.ndarray) -> None:

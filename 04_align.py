@@ -43,7 +43,7 @@ from safetensors.torch import load_file, save_file
 from common import artifacts, models
 from common.calibration import Calibration
 from common.cli import device, peak_memory, positive, run_stage, stage_parser
-from common.closed_form.layer import before_norms, closed_form_layer, energy_lost, with_energies
+from common.closed_form.layer import choose_merges
 from common.closed_form.refit import ERRORS, Refit
 from common.data.sources import DataContext, begun, read_sequences, read_unread, unread_length
 from common.data.text import EVALUATION, digests_of
@@ -52,7 +52,7 @@ from common.errors import Complete, UserError
 from common.families import key_context, merged_parameters, norm_kind
 from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
-from common.method.merge import FUNCTIONS, fuse_layer, merge_layer, merged_config
+from common.method.merge import fuse_groups, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
 from common.parts import Parts, remove_parts
 from common.progress import Progress
@@ -204,9 +204,8 @@ def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: lis
     if not rounds:
         logits["cached"] = layers.logits(tokens[:1], cached=True)
 
-    def rotate(index, layer):  # order first: u and Q are those of the heads in their new places
-        value_rotation, key_rotation = (rotation.flatten(0, 1) for rotation in rotations[index])
-        fuse_layer(layer.self_attn, inputs.groups[index].flatten().tolist(), value_rotation, key_rotation)
+    def rotate(index, layer):
+        fuse_groups(layer.self_attn, inputs.groups[index], *rotations[index])
 
     def round_weights(index, layer):  # buffers are stored as they are
         for parameter in layer.parameters():
@@ -269,25 +268,6 @@ def verified_part(parts: Parts, args, inputs: Inputs, rotations: list) -> tuple[
         print(f"reads   {found[0]}, checked before this command was stopped")
         logits["source"] = open_layers(source, args).logits(inputs.tokens)
     return *(found or parts.add("aligned", checked)), logits["source"]
-
-
-def choose_merges(args, grams_of, groups: torch.Tensor, rotations: list, context: int | None, lost: list):
-    """Yield each layer's Merge, and append to `lost` its energy_lost, if there is a context.
-
-    Arguments: as for align_groups and closed_form_layer, for all layers.
-    """
-    whole_head = MERGES[args.merge].whole_head
-    merge_of = FUNCTIONS.get(args.merge, partial(closed_form_layer, context=context))
-    for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
-        grams = grams_of(index)
-        merge = merge_of(grams, layer_groups, *rotation)
-        if context:
-            lost.append(energy_lost(merge, grams, layer_groups, *rotation, context))
-        if grams.joint_norm:
-            merge = with_energies(merge, grams, layer_groups, rotation[1], whole_head)
-        elif grams.head_norms and whole_head:
-            merge = before_norms(merge, grams, layer_groups, rotation[1])
-        yield merge
 
 
 def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
@@ -363,7 +343,7 @@ def main():
 
     rotations, cosines = align_groups(grams_of, inputs.groups, args.rotate)
     lost = []
-    merges = choose_merges(args, grams_of, inputs.groups, rotations, inputs.context, lost)
+    merges = choose_merges(args.merge, grams_of, inputs.groups, rotations, inputs.context, lost)
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
         parts = Parts(partial_path, started.record(source, {}) | {"device": models.pick_device(args.device)})
         verified, metrics, logits = verified_part(parts, args, inputs, rotations)

@@ -22,7 +22,6 @@ tokens. The last line is JSON: medians of paired passes.
 """
 
 import copy
-import importlib
 import json
 import statistics
 from functools import partial
@@ -34,6 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import paper
 from bench.machine import machine, timed
+from common.calibration import Collector
 from common.cli import Parser, run_stage
 from common.families import RopePairs, geometry
 from common.method.grouping import anneal
@@ -48,8 +48,6 @@ from common.method.procrustes import (
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.proof import attach_pairs
 from common.reporting.tables import markdown_table
-
-stage1 = importlib.import_module("01_calibrate")
 
 PAPER_TOKENS = 128 * 2048
 ROUNDS, GAIN = 500, 1e-10  # at which the printed update ends
@@ -270,7 +268,7 @@ def calibrate(args) -> dict:
     attach_pairs(hooked)
     for index, layer in enumerate(hooked.model.layers):
         nothing_sampled = torch.arange(0)
-        stage1.Collector(layer, str(index), geometry(config), nothing_sampled, args.device).begin(0, 0)
+        Collector(layer, str(index), geometry(config), nothing_sampled, args.device).begin(0, 0)
     tokens = torch.randint(0, 1000, (1, args.calibrate_tokens), device=args.device)
     ratios, forward = [], []
     for _ in range(1 + args.pairs):

@@ -1,15 +1,91 @@
-"""The calibration directory of stage 1: a file per layer with its statistics, and the tokens they are of."""
+"""Calibration: statistics of a model's heads on text, and the directory of stage 1: a file of them per layer,
+and the tokens.
+"""
 
 import os
 
 import torch
 from safetensors.torch import save_file
 
+from common import families
 from common.artifacts import read_record, read_verified, verify_files
 from common.errors import UserError
-from common.method.stats import LayerGrams
+from common.forward import run_layer
+from common.layers import Layers
+from common.method.rope import free_pairs
+from common.method.stats import LayerGrams, LayerStats, output_gram
+from common.progress import Progress
 from common.records import TOKENS, layer_file
 from common.weights import check_finite
+
+BATCH = 4  # sequences per forward pass: other batches sum in another order
+
+
+class Collector:
+    """Forward hooks on one layer that accumulate sums over its queries, keys and values, and samples."""
+
+    def __init__(self, layer, name: str, shape: families.Geometry, sampled: torch.Tensor, device: str):
+        self.attention, self.name, self.shape = layer.self_attn, name, shape
+        self.sampled = sampled  # positions of the sampled tokens in the entire text
+        self.head_norms = families.norm_kind(self.attention) == "head"
+        self.stats = LayerStats(shape.kv_heads, shape.head_dim, device, self.head_norms)
+        self.updates = {"q": self.stats.update_queries, "k": self.stats.update_keys,
+                        "v": self.stats.update_values}
+        self.samples = {"k": [], "v": []}  # per batch [n, heads, d]
+        # before RoPE, which turns pair p of every head by the same angle: conj(z_i[p]) z_j[p] stays the same
+        self.hooks = families.watch_heads(self.attention, self._collect)
+
+    def begin(self, start: int, end: int) -> None:
+        """Set the position of the next forward pass: tokens start to end - 1 of the entire text."""
+        inside = (self.sampled >= start) & (self.sampled < end)
+        self.sampled_rows = self.sampled[inside] - start
+
+    def _collect(self, letter: str, vectors: torch.Tensor) -> None:
+        heads = vectors.detach().flatten(0, -3)
+        if not torch.isfinite(heads.sum(dtype=torch.float32)):
+            raise UserError(f"NaN or Inf in the output of {self.name}.self_attn.{letter}_proj")
+        if self.head_norms and letter == "k":
+            self.stats.update_normed_keys(heads, families.normed(self.attention, "k", heads))
+        elif self.head_norms and letter == "q":
+            heads = families.normed(self.attention, "q", heads)
+        self.updates[letter](heads)
+        if letter in self.samples:
+            self.samples[letter].append(heads[self.sampled_rows].float().cpu())
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """Remove the hooks and return the tensors of this layer's file."""
+        for hook in self.hooks:
+            hook.remove()
+        tensors = self.stats.tensors()
+        tensors |= {f"sample.{kind}": torch.cat(self.samples[kind[0]]) for kind in ("key", "value")}
+        tensors["key.free"] = free_pairs(self.attention)
+        tensors["key.joint_norm"] = torch.tensor(families.norm_kind(self.attention) == "joint")
+        weight = families.output_projection(self.attention).weight
+        tensors["output.gram"] = output_gram(weight, self.shape.kv_heads, self.shape.head_dim).cpu()
+        return tensors
+
+
+def collect(layers: Layers, tokens: torch.Tensor, batch: int, samples: int, directory: str | None):
+    """Run the text, tokens [sequences, length], through the model once and yield each layer's tensors.
+
+    batch: sequences per forward pass. samples: tokens whose raw vectors are kept, evenly spaced. directory:
+    as for Layers.embed.
+    """
+    shape, batches, length = families.geometry(layers.config), tokens.split(batch), tokens.shape[1]
+    sampled = torch.linspace(0, tokens.numel() - 1, min(samples, tokens.numel())).long().unique()
+    hidden = layers.embed(batches, directory)
+    with Progress(total=shape.layers * len(batches), desc="calibrating", unit="batch") as bar:
+        for index in range(shape.layers):
+            with layers.layer(index) as layer:
+                collector = Collector(layer, f"model.layers.{index}", shape, sampled, layers.device)
+                for number, rows in enumerate(batches):
+                    start = number * batch * length
+                    collector.begin(start, start + rows.numel())
+                    hidden[number] = run_layer(layers.model, layer, hidden[number])
+                    bar.update()
+                tensors = collector.finish()
+                tensors["rope.frequencies"] = families.rope_frequencies(layers.model, layer.self_attn)
+            yield tensors
 
 
 def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) -> None:

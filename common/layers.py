@@ -27,6 +27,7 @@ STORED_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16
 
 class Layers:
     """A checkpoint's embedding, decoder layers and head, in `dtype` on `device`. config: the model's.
+    model: one in memory, of that dtype and on that device, in place of the checkpoint's.
 
     layerwise: a module is loaded when its `with` block begins and freed when it ends. config and weights (as
     StoredWeights) then replace those of the checkpoint; `path` is only their name. Raises UserError for
@@ -34,7 +35,7 @@ class Layers:
     """
 
     def __init__(self, path: str, dtype: torch.dtype, device: str, layerwise: bool = False, config=None,
-                 weights=None):
+                 weights=None, model=None):
         self.path, self.device, self.layerwise = path, device, layerwise
         self.edits = []  # functions to apply to each decoder layer after loading it
         if layerwise:
@@ -45,10 +46,10 @@ class Layers:
             expected, stored = self.model.state_dict().keys(), self.weights.names()
             check_names(path, expected - stored - tied, stored - expected)
         else:
-            self.model = models.load_model(path, dtype, device)
+            self.model = model or models.load_model(path, dtype, device)
         proof.attach_pairs(self.model)
         self.config = self.model.config
-        if self.config.tie_word_embeddings and weights is None:
+        if self.config.tie_word_embeddings and weights is None and model is None:
             check_tied(path)
 
     @contextlib.contextmanager

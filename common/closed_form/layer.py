@@ -1,10 +1,12 @@
-"""The closed-form merge of one layer from its Grams, and what it would lose for each pair of heads.
+"""The merge of one layer from its Grams: in closed form, and what that would lose for each pair of heads; and
+of all layers, of any kind.
 
 Notation: G groups of D heads of size d, P = d/2. common/closed_form/values.py merges values,
 common/closed_form/keys.py keys: pair by pair, or RoPE-aware if a context in tokens is given.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -20,9 +22,11 @@ from common.closed_form.keys import (
     start_by_pairs,
 )
 from common.closed_form.values import merge_values, ratio, value_loss
-from common.method.merge import Merge
+from common.method.merge import FUNCTIONS, Merge
+from common.method.procrustes import layer_similarity
 from common.method.rope import pair_products, to_matrix
 from common.method.stats import LayerGrams, group_blocks, stack_heads
+from common.records import MERGES
 
 SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
 RIDGE = 0.1  # of before_norms, relative to the mean diagonal: 0.01 to 0.3 do as well
@@ -138,3 +142,36 @@ def merging_loss(grams: LayerGrams, context: int) -> torch.Tensor:
         loss[head, head + 1 :] = alternate(fit, *start_by_pairs(fit), SCORING_ROUNDS)[2].clamp(min=0)
     lost_keys = ratio(loss + loss.T, (every_head.query * every_head.variance).sum())
     return value_loss(grams.value("raw"), grams.output) + lost_keys
+
+
+def score_pairs(layers, context: int | None) -> dict[str, torch.Tensor]:
+    """How alike two heads are, by name, of each layer's LayerGrams: layer_similarity's matrices and, for a
+    context in tokens, "energy", minus merging_loss; each [layers, H, H] on the CPU.
+    """
+    scores = []
+    for grams in layers:
+        matrices = layer_similarity(grams)
+        if context:
+            matrices["energy"] = -merging_loss(grams, context)  # more is more similar, as elsewhere
+        scores.append({name: matrix.cpu() for name, matrix in matrices.items()})
+    return {name: torch.stack([matrices[name] for matrices in scores]) for name in scores[0]}
+
+
+def choose_merges(kind: str, grams_of, groups: torch.Tensor, rotations: list, context: int | None,
+                  lost: list):
+    """Yield each layer's Merge of a kind of MERGES; if there is a context, append its energy_lost to `lost`.
+
+    grams_of: a layer's index -> its LayerGrams. groups: [layers, G, D]. rotations: Q and u of each layer.
+    """
+    whole_head = MERGES[kind].whole_head
+    merge_of = FUNCTIONS.get(kind, partial(closed_form_layer, context=context))
+    for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
+        grams = grams_of(index)
+        merge = merge_of(grams, layer_groups, *rotation)
+        if context:
+            lost.append(energy_lost(merge, grams, layer_groups, *rotation, context))
+        if grams.joint_norm:
+            merge = with_energies(merge, grams, layer_groups, rotation[1], whole_head)
+        elif grams.head_norms and whole_head:
+            merge = before_norms(merge, grams, layer_groups, rotation[1])
+        yield merge

@@ -215,6 +215,12 @@ def fuse_layer(attention, order: list[int], value_rotation: torch.Tensor, key_ro
         parameter.copy_(parameter[query_order])
 
 
+def fuse_groups(attention, groups: torch.Tensor, value_rotation: torch.Tensor,
+                key_rotation: torch.Tensor) -> None:
+    """fuse_layer, where groups are [G, D] head indices and rotations Q [G, D, d, d] and u [G, D, d/2]."""
+    fuse_layer(attention, groups.flatten().tolist(), value_rotation.flatten(0, 1), key_rotation.flatten(0, 1))
+
+
 def exchange_pairs(rows: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Rows [H, d, n] with those of a pair exchanged where u [H, d/2] is a turn by a quarter."""
     first, second = rows.chunk(2, dim=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import recovery, train_step, transform
+from bench import draft, recovery, train_step, transform
 from bench.machine import named_directories
 from common.data.rows import Sample
 from common.data.text import EVALUATION, load_tokens
@@ -19,7 +19,7 @@ from common.files import write_json
 from common.models import load_model, load_tokenizer
 from common.training import plan as budget
 from common.training.hardware import parse_hardware
-from helpers import expect_error, run
+from helpers import expect_error, run, save_tiny
 
 
 def last_line(completed) -> dict:
@@ -294,3 +294,24 @@ def test_host_bench():
                                      *flags, fresh=True)) for flags in ((), ("--by-layer",)))
     for name in ("teacher_over_plain", "masked_over_plain", "gqa_over_plain"):
         assert 0 < whole[name] < by_layer[name]
+
+
+def test_the_tokens_expected_of_a_pass():
+    """(1 - a^(g + 1)) / (1 - a), and g + 1 of a draft that always agrees."""
+    assert draft.expected_tokens(0.6, 3) == pytest.approx((1 - 0.6**4) / 0.4)
+    assert draft.expected_tokens(1.0, 4) == 5 and draft.expected_tokens(0.0, 4) == 1
+
+
+@pytest.mark.slow
+def test_a_source_is_a_draft_of_itself_that_always_agrees(inputs, tmp_path):
+    other = save_tiny(tmp_path / "other", seed=1)
+    for model, agrees in ((inputs["model"], True), (other, False)):
+        printed = run("bench/draft.py", inputs["model"], model, "--tokens", 12, "--draft-tokens", 2, 3).stdout
+        agreement, *lines = printed.splitlines()
+        assert agreement.startswith("agreement 1.000 on 144 tokens; ") == agrees
+        for line, count in zip(lines, (3, 4), strict=True):  # 12 tokens are 4 passes, or 3
+            assert line.startswith(f"drafts of {count - 1}: {count}.00 tokens per pass, predicted "
+                                   f"{count}.00; 12 of 12 texts equal; ") == agrees
+            assert "; 12 of 12 texts equal; " in line
+    save_tiny(tmp_path / "larger", vocab_size=300)
+    expect_error("expected a vocabulary of 260", "bench/draft.py", inputs["model"], tmp_path / "larger")

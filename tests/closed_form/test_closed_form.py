@@ -1,12 +1,12 @@
 """Closed-form merging by definition: exact where possible, a singular value decomposition elsewhere."""
 
-import importlib
 from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
 import torch
 
+from common.calibration import Collector
 from common.closed_form.keys import alternate, key_weights, log_uniform, merge_keys, start_by_pairs
 from common.closed_form.layer import (
     RIDGE,
@@ -26,8 +26,6 @@ from helpers import tiny_model
 from students import merge_model, plain_merge
 from test_keys import normal, rotations
 
-stage1 = importlib.import_module("01_calibrate")
-
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
 TOKENS = torch.randint(0, 256, (6, 40), generator=torch.Generator().manual_seed(0))
 
@@ -40,7 +38,7 @@ def doubled(**options):
 def statistics(model) -> list[LayerGrams]:
     """Every layer's Grams on TOKENS, by stage 1."""
     shape, nothing_sampled = geometry(model.config), torch.arange(0)
-    collectors = [stage1.Collector(layer, "", shape, nothing_sampled, "cpu") for layer in model.model.layers]
+    collectors = [Collector(layer, "", shape, nothing_sampled, "cpu") for layer in model.model.layers]
     for collector in collectors:
         collector.begin(0, 0)
     model.model(input_ids=TOKENS, use_cache=False)

@@ -10,7 +10,7 @@ import pytest
 
 from common import artifacts
 from common.errors import UserError
-from common.records import STAGES, Number, find_fault
+from common.records import MERGES, STAGES, Number, find_fault
 
 SHA = "ab" * 32
 MODEL = {"name": "m", "path": "models/m", "fingerprint": SHA,
@@ -180,7 +180,7 @@ FAULTS = [  # stage, the field, a wrong value of it, message
     ("01_calibrate.py", "model.heads", 7, "record.model.kv_heads: expected a divisor of 7"),
     ("01_calibrate.py", "model.layers", 3, "files: expected tokens.safetensors and one per layer (3)"),
     ("01_calibrate.py", "model.layers", 10**18, "files: expected tokens.safetensors and one per layer"),
-    ("04_align.py", "summary.merge", "men", "expected one of mean, scaled, first, closed-form, found"),
+    ("04_align.py", "summary.merge", "men", f"expected one of {', '.join(MERGES)}, found"),
     ("04_align.py", "inputs.calibration", "1" * 41, "a sha256 of 64 hexadecimal digits, or a commit of 40"),
     ("01_calibrate.py", "arguments.text", None, "record.arguments.text: expected text, found None"),
     ("05_prune_train.py", "arguments.tasks", 3, "expected text, found 3"),

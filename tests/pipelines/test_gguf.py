@@ -3,6 +3,7 @@
 The first of those tests builds llama.cpp.
 """
 
+import os
 import random
 import re
 import shutil
@@ -12,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from helpers import recipe, run, tiny_model
+from helpers import ROOT, recipe, run, tiny_model
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 8, 2, 8, 320
 FAMILIES = "llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3"  # for Gemma and Phi-3 llama.cpp's
@@ -56,6 +57,41 @@ def test_a_mistake_is_refused_before_anything_is_built(arguments, settings, mess
     assert done.returncode == 2 and done.stderr == message + "\n" and not done.stdout
 
 
+STAND_IN = """#!/usr/bin/env bash
+echo "$*" >> "$CALLS"
+case "$*" in
+  *"pip download"*)
+    mkdir -p llama_cpp_python-0.3.36 && touch llama_cpp_python-0.3.36/CMakeLists.txt
+    tar -czf .gguf/llama_cpp_python-0.3.36.tar.gz llama_cpp_python-0.3.36 ;;
+  *"pip install"*) mkdir -p "${*:7:1}" ;;
+  *gguf_convert*) exit "$TAKEN" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("taken", "exists", "calls"), [
+    (2, False, ["pip download", "sentencepiece", "gguf_convert gqa --pre x"]),
+    (0, False, ["pip download", "sentencepiece", "gguf_convert gqa --pre x", "diskcache", "gguf_check gqa"]),
+    (2, True, ["pip download", "sentencepiece", "diskcache", "gguf_check gqa"]),  # nothing to convert
+])
+def test_the_converter_is_asked_before_llama_cpp_is_built(taken, exists, calls, tmp_path):
+    """By a stand-in for Python, which downloads and installs nothing."""
+    for name in ("pipelines", ".gguf", "gqa"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / "pipelines" / "gguf.sh", tmp_path / "pipelines")
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "gqa" / "config.json").write_text("{}")
+    if exists:
+        (tmp_path / "gqa.f32.gguf").touch()
+    settings = {"PYTHON": tmp_path / "python", "CALLS": tmp_path / "calls", "TAKEN": str(taken), "PRE": "x"}
+    command = ["bash", "pipelines/gguf.sh", "gqa"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, env=os.environ | settings)
+    assert done.returncode == (0 if calls[-1] == "gguf_check gqa" else 2)
+    for words, call in zip(calls, (tmp_path / "calls").read_text().splitlines(), strict=True):
+        assert words in call
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_generates_the_tokens_of_transformers(family, tmp_path):
@@ -79,7 +115,8 @@ def test_other_weights_heads_and_tokenizers_are_refused(tmp_path):
     unknown = recipe("gguf.sh", checkpoint, out, **settings)
     assert "does not know this tokenizer" in refusal(unknown) and not out.exists()
     missing = recipe("gguf.sh", checkpoint, out, PRE="no-such", **settings)
-    assert "unknown pre-tokenizer type: 'no-such'" in refusal(missing) and not out.exists()
+    assert "PRE: expected a pre-tokenizer of llama.cpp, found no-such" in refusal(missing)
+    assert not out.exists()
     assert recipe("gguf.sh", checkpoint, out, PRE="gpt-2", **settings).returncode == 0
     converted = out.read_bytes()
     other_weights = recipe("gguf.sh", save_gqa(tmp_path / "other", seed=1), out, **settings)

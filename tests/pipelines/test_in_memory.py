@@ -1,0 +1,131 @@
+"""Stages 1 to 4 on a model in memory: the tensors of merged/, and the model that is given stays as it is."""
+
+import contextlib
+import os
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from common.calibration import Calibration
+from common.errors import UserError
+from common.method.merge import fuse_layer
+from common.proof import require_convertible
+from common.records import MERGES
+from helpers import ROOT, run, save_tiny, tiny_model
+from pipelines import in_memory
+from pipelines.in_memory import convert
+from test_families import rotations
+
+TOKENS = torch.randint(0, 256, (4, 24), generator=torch.Generator().manual_seed(3))
+MODELS = [
+    {"bias": True}, {"model_type": "qwen3", "tie_word_embeddings": True}, {"model_type": "phi3"},
+    {"model_type": "qwen2", "num_key_value_heads": 4, "dtype": torch.bfloat16}]
+WAYS = [("energy", "closed-form", "attention"), ("value", "mean", "output")]  # 64 tokens: a context with gaps
+LINES = (ROOT / "docs" / "closed_form.md").read_text().split("## From Python\n")[1].split("\n## ")[0]
+
+
+def tensors(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", MODELS, ids=str)
+def test_the_result_has_the_tensors_of_merged(changes, inputs, tmp_path):
+    path, home = save_tiny(tmp_path / "model", **changes), tmp_path / "run"
+    text = ["--text", inputs["text"], "--sequences", 6, "--length", 64]
+    run("01_calibrate.py", "--run", home, "--model", path, *text)
+    run("02_similarity.py", "--run", home, "--energy")
+    tokens = Calibration(str(home / "calibration")).tokens()
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for by, merge, refit in WAYS:
+        run("03_group.py", "--run", home, "--kv-heads", 2, "--by", by, "--force")
+        run("04_align.py", "--run", home, "--merge", merge, *["--refit", refit] * bool(refit), "--force")
+        convert(model, tokens, 2, by, merge, refit).save_pretrained(tmp_path / merge)
+        expected, found = (load_file(directory / "model.safetensors")
+                           for directory in (home / "merged", tmp_path / merge))
+        assert expected.keys() == found.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, found[name]) and tensor.dtype == found[name].dtype, name
+
+
+@pytest.mark.parametrize("by", ["none", "value"])
+def test_the_result_is_stock_and_the_model_stays(by, monkeypatch):
+    monkeypatch.setattr(in_memory, "ITERATIONS", 10)
+    model = AutoModelForCausalLM.from_config(tiny_model(attention_dropout=0.1).config)
+    model.generation_config.max_new_tokens = 7
+    before, config = tensors(model), model.config.to_dict()
+    result = convert(model, TOKENS, 4, by=by, merge="mean", refit="output")
+    assert type(result) is type(model) and not hasattr(result.model.layers[0].self_attn, "rope_pairs")
+    assert result.config.to_dict() == config | {"num_key_value_heads": 4, "dtype": "float32"}
+    assert result.generation_config.max_new_tokens == 7
+    assert result.generation_config is not model.generation_config
+    for parameter in result.parameters():
+        parameter.data.zero_()
+    assert model.config.to_dict() == config and not hasattr(model.model.layers[0].self_attn, "rope_pairs")
+    assert model.training and before.keys() == tensors(model).keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(model).items())
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"by": "energies"}, "by: expected one of none, key, value, both, energy, found energies"),
+    ({"merge": "sum"}, f"merge: expected one of {', '.join(MERGES)}, found sum"),
+    ({"refit": "all"}, "refit: expected one of None, output, attention, found all"),
+    ({"kv_heads": 3}, "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
+    ({"token_ids": TOKENS[0]}, "1 sequences or more, found torch.int64 [24]"),
+    ({"token_ids": TOKENS[:0]}, "1 sequences or more, found torch.int64 [0, 24]"),
+    ({"token_ids": TOKENS[:1], "refit": "output"}, "2 sequences or more, found torch.int64 [1, 24]"),
+    ({"token_ids": TOKENS / 2}, "expected integers [sequences, length]"),
+    ({"token_ids": TOKENS - TOKENS.min() - 1}, "token_ids: expected ids from 0 to 259, found -1 to"),
+    ({"token_ids": TOKENS.clamp(min=100) - TOKENS.max() + 260}, "from 0 to 259, found"),
+])
+def test_a_mistake_is_one_line(changes, message):
+    with pytest.raises(UserError) as refused:
+        convert(tiny_model(), **({"token_ids": TOKENS, "kv_heads": 2} | changes))
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_cannot_be_converted_is_refused_by_the_proof():
+    model = tiny_model(num_key_value_heads=1)
+    with pytest.raises(UserError) as expected:
+        require_convertible("the model", model.config)
+    with pytest.raises(UserError) as refused:
+        convert(model, TOKENS, 1)
+    assert str(refused.value) == str(expected.value)
+    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UserError, match="expected a LlamaForCausalLM, found a PeftModel"):
+        convert(adapted, TOKENS, 2)
+
+
+@torch.no_grad()
+def test_an_adapter_of_the_source_fits_once_it_is_merged_into_it():
+    """It fits no rotated projections: heads of the same shapes, in other bases."""
+    def adapted(model):
+        torch.manual_seed(0)
+        settings = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return get_peft_model(model, settings).merge_and_unload()
+
+    def rotated(model):
+        draws = torch.Generator().manual_seed(1)
+        for layer in model.model.layers:
+            fuse_layer(layer.self_attn, [*range(8)], *rotations(layer.self_attn, draws))
+        return model
+
+    source = adapted(tiny_model())(TOKENS).logits
+    torch.testing.assert_close(rotated(adapted(tiny_model()))(TOKENS).logits, source, rtol=0, atol=1e-4)
+    assert (adapted(rotated(tiny_model()))(TOKENS).logits - source).abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_the_documented_lines_run(tmp_path, capsys):
+    for name in ("common", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "runs").mkdir()
+    lines = [line[4:] for line in LINES.splitlines() if line.startswith("    ")]
+    assert sum(bool(line) for line in lines) == 10
+    with contextlib.chdir(tmp_path):
+        exec("\n".join(lines), {})
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "merged").config.num_key_value_heads == 2
+    assert "2 kv heads" in capsys.readouterr().out and os.listdir(tmp_path / "runs") == ["merged"]
