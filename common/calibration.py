@@ -11,6 +11,9 @@ from common.method.stats import LayerGrams
 from common.records import TOKENS, layer_file
 from common.weights import check_finite
 
+SEQUENCES, LENGTH = 128, 2048  # of the paper's calibration, and tokens in each
+SAMPLED = 256  # tokens whose raw head vectors are kept
+
 
 def write_layer(directory: str, index: int, tensors: dict[str, torch.Tensor]) -> None:
     """Write one layer's file."""
