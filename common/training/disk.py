@@ -49,7 +49,12 @@ def disk_bytes(phases: list[tuple], kv_heads: int, teacher: bool, best: bool) ->
     return parts | {"total": sum(parts.values())}
 
 
+def gigabytes(number: float) -> str:
+    """Bytes as one reads them in GB: "0.23", "13.5", "1,402"."""
+    return f"{number / 1e9:.3g}" if number < 1e11 else f"{number / 1e9:,.0f}"
+
+
 def print_disk(phases: list[tuple], kv_heads: int, teacher: bool, best: bool) -> None:
     """Print disk_bytes on one line."""
     parts = disk_bytes(phases, kv_heads, teacher, best).items()
-    print("GB on disk: " + " | ".join(f"{name} {number / 1e9:,.3g}" for name, number in parts))
+    print("GB on disk: " + " | ".join(f"{name} {gigabytes(number)}" for name, number in parts))

@@ -23,7 +23,7 @@ from common.proof import require_readable
 from common.records import SOURCE
 from common.training import plan
 from common.training.conversion import Conversion
-from common.training.disk import calibration_bytes
+from common.training.disk import calibration_bytes, gigabytes
 from common.training.hardware import CPU, parse_hardware
 from common.training.heldout import QUESTIONS, Heldout, heldout_questions, heldout_share
 
@@ -31,7 +31,8 @@ from common.training.heldout import QUESTIONS, Heldout, heldout_questions, heldo
 # That they spread exponentially, and how far, is assumed, as in bench/train_step.py.
 SHORTEST, SPREAD, LONGEST, ANSWER = 24, 96, 480, 7
 FLOAT32 = 1 / 16  # of the bf16 peak: an A100 has 19.5 of 312 TFLOP/s, an H100 67 of 989
-REFIT_PASSES, CHECK_PASSES = 9, 6  # forward passes of 04_align.py --refit attention, and of its check
+# forward passes of 04_align.py --refit attention at most, and of its equivalence check
+REFIT_PASSES, CHECK_PASSES, CHECKED_SEQUENCES = 9, 6, 4
 
 
 # flags that say what to read: their values with --model
@@ -48,9 +49,9 @@ def check_flags(args) -> None:
     for name, known in UNREAD.items() if args.model else ():
         value = getattr(args, name)
         if value not in known:
-            words = [word if isinstance(word, str) else word[0] for word in known if word]
-            raise UserError(f"--{name}: expected {' or '.join(words) or 'none'} with --model, of which only the "
-                            f"config is read, found {value if isinstance(value, str) else value[0]}")
+            *words, found = (word if isinstance(word, str) else word[0] for word in (*known, value) if word)
+            raise UserError(f"--{name}: expected {' or '.join(words) or 'nothing'} with --model, which reads "
+                            f"only a config, found {found}")
     if args.model and args.text not in (None, [NONE]) and not args.text_tokens:
         raise UserError("--text: expected --text-tokens N with --model, which reads no text, found none")
 
@@ -118,30 +119,26 @@ def expected_heldout(sources: Sources, every: int, begin: int) -> Heldout:
 
 
 def print_stages(config, hardware: str, refit: bool) -> None:
-    """Print what stages 1 to 4 read, hold and compute, with defaults for GPUs, on one device in float32.
+    """Print what stages 1 to 4 hold in memory and compute, with default flags, on one device in float32.
 
-    refit: --refit attention.
+    refit: --refit attention, on all of the calibration, with three hidden states of each token.
     """
-    shape, whole = geometry(config), plan.size(config)
-    length = min(LENGTH, config.max_position_embeddings)
-    cluster, layer = parse_hardware(hardware), calibration_bytes(config)
+    whole, layer, stored = plan.size(config), calibration_bytes(config), weight_dtype("source", config)
+    cluster, length = parse_hardware(hardware), min(LENGTH, config.max_position_embeddings)
     speed = cluster.device.flops_per_s * (cluster.ranks if hardware.endswith(CPU) else FLOAT32)
-    hidden = 4 * SEQUENCES * length * shape.hidden
+    print(f"source: {whole.whole:,} parameters, {gigabytes(stored.itemsize * whole.whole)} GB in {stored}")
 
-    def passes(count: int, sequences: int, length: int) -> str:
-        flops = count * plan.forward_flops(
-            plan.products(config), sequences * length, sequences * length * (length + 1) // 2, 0)
-        hours = flops / speed / plan.EFFICIENCY / 3600
-        return (f"{count} forward pass(es) over {sequences * length:,} tokens, {flops / 1e12:,.3g} TFLOP, "
-                f"{plan.duration(hours)}")
+    def print_stage(numbers: str, count: int, copies: int, sequences: int, length: int) -> None:
+        tokens, pairs = sequences * length, sequences * length * (length + 1) // 2
+        flops = count * plan.forward_flops(plan.products(config), tokens, pairs, 0)
+        hours = flops / (speed * plan.EFFICIENCY * 3600)
+        print(f"stage {numbers}: GB in memory: weights {gigabytes(4 * whole.whole)} ("
+              f"{gigabytes(4 * whole.layer)} with --layerwise), Grams of a layer {gigabytes(layer)}, hidden "
+              f"states {gigabytes(copies * tokens * 4 * config.hidden_size)} | {count} forward pass(es) over "
+              f"{tokens:,} tokens, {flops / 1e12:,.0f} TFLOP, {plan.duration(hours)}")
 
-    weights = (f"float32 weights {4 * whole.whole / 1e9:,.3g} GB ({4 * whole.layer / 1e9:.2g} with "
-               "--layerwise)")
-    stored = weight_dtype("source", config)
-    print(f"source: {whole.whole:,} parameters, {stored.itemsize * whole.whole / 1e9:,.3g} GB in {stored}\n"
-          f"stage 1: {weights}, hidden states {hidden / 1e9:.3g}, Grams of a layer {layer / 1e9:.2g} | "
-          f"{passes(1, SEQUENCES, length)}\n"
-          f"stages 2, 3: Grams of a layer | factorizations of {shape.head_dim} x {shape.head_dim} blocks\n"
-          f"stage 4: {weights}, hidden states {3 * refit * hidden / 1e9:.3g}, Grams of a layer | "
-          + passes(CHECK_PASSES, 4, CHECKED)
-          + f", to check; {passes(REFIT_PASSES, SEQUENCES, length)}, to refit" * refit)
+    print_stage("1", 1, 1, SEQUENCES, length)
+    print(f"stages 2, 3: GB in memory: Grams of a layer {gigabytes(layer)} | factorizations of their blocks")
+    print_stage("4", CHECK_PASSES, 1, CHECKED_SEQUENCES, min(CHECKED, length))
+    if refit:
+        print_stage("4, the refit", REFIT_PASSES, 3, SEQUENCES, length)
