@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-
 from pathlib import Path
 
 import pytest
@@ -299,7 +298,9 @@ def slurm_job(home, inputs, directory, *arguments) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_a_slurm_job_is_stopped_before_its_time_is_over_requeued_and_resumed(alone, aligned_run, inputs, tmp_path):
+def test_a_slurm_job_is_stopped_before_its_time_is_over_requeued_and_resumed(
+    alone, aligned_run, inputs, tmp_path
+):
     """To the bits of a job with time enough, which is not requeued."""
     settings, requeued = [*SHARED, "--steps", "40", "--save-steps", "500"], tmp_path / "slurm" / "requeued"
     whole, home = (with_teacher(aligned_run, alone, tmp_path / name) for name in ("whole", "stopped"))
@@ -310,8 +311,8 @@ def test_a_slurm_job_is_stopped_before_its_time_is_over_requeued_and_resumed(alo
     job.send_signal(signal.SIGUSR1)  # to the script alone, as --signal=B:USR1@600
     log = Path(tmp_path / "slurm" / "log")
     assert job.wait(timeout=120) == 0 and requeued.read_text() == "42\n", log.read_text()
-    done = len(metrics(home))
-    assert 3 <= done < 40 and [checkpoints.step_of(path) for path in saved_checkpoints(str(home / "train"))] == [done]
+    done, saved = len(metrics(home)), saved_checkpoints(str(home / "train"))
+    assert 3 <= done < 40 and [checkpoints.step_of(path) for path in saved] == [done]
     job = slurm_job(home, inputs, tmp_path / "slurm", *settings)
     assert job.wait(timeout=300) == 0 and requeued.read_text() == "42\n"
     assert f"resumes {home}/train after step {done}\n" in log.read_text()
@@ -323,4 +324,5 @@ def test_a_slurm_job_that_fails_is_not_requeued(aligned_run, inputs, tmp_path):
     for flags in (["--force"], ["--epochs", "0"]):
         job = slurm_job(aligned_run, inputs, tmp_path / "slurm", *flags)
         assert job.wait(timeout=120) != 0 and not (tmp_path / "slurm" / "requeued").exists()
-    assert "error: --force: expected none" in (tmp_path / "slurm" / "log").read_text()
+    log = (tmp_path / "slurm" / "log").read_text()
+    assert "error: --force: expected none" in log and "error: --epochs: expected" in log, log

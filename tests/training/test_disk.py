@@ -4,6 +4,7 @@ import pytest
 
 from common.models import load_config
 from common.training import checkpoints, disk
+from common.training.mask_state import switch_step
 from common.training.plan import Student, Workload
 from helpers import TRAINING, copy_run, run
 from training_runs import STAGE, with_teacher
@@ -56,7 +57,7 @@ def test_checkpoints_at_their_fullest(
 
     def first_after_the_switch(directory):
         saved = checkpoints.saved_checkpoints(directory)
-        gqa = [path for path in saved if flags or checkpoints.step_of(path) > 8]
+        gqa = [path for path in saved if flags or checkpoints.step_of(path) > switch_step(12)]
         return gqa[0] if gqa and best else None
 
     monkeypatch.setattr(checkpoints, "take_name", take_name)
