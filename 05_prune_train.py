@@ -15,6 +15,7 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
     torchrun --nproc-per-node 2 05_prune_train.py                           # demo model, minutes on two cores
     python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10  # a single process works too
     python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB        # estimate the cost; train nothing
+    python 05_prune_train.py --plan 8xA100-80GB --model meta-llama/Llama-2-7b-hf --kv-heads 8  # of a config
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b --tasks none --text c4 \\
         --text-tokens 100000000                                             # the source is the teacher
 
@@ -66,18 +67,20 @@ from common.cli import Flag, run_stage, stage_parser
 from common.data.data_sets import DATA_SET
 from common.data.rows import TABLE_NAMES
 from common.data.tasks import TASKS
-from common.data.text import is_generated
+from common.data.text import NONE, is_generated
 from common.errors import UserError
 from common.head import head_of
 from common.method.losses import distillation_loss
 from common.method.masks import blended_name, l0_loss, set_masks
-from common.metrics import METRICS, OPEN_MASKS, outcome, read_metrics, summarize
-from common.models import fingerprint
+from common.metrics import CHAT_SET, METRICS, OPEN_MASKS, TEXT_SET, outcome, read_metrics, summarize
+from common.models import config_file, fingerprint
 from common.records import SOURCE
 from common.reporting import plots
 from common.training import checkpoints, hardware, plan, students
 from common.training.conversion import STAGE, TrainingRun, read_conversion
+from common.training.disk import print_disk
 from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
+from common.training.expected import check_flags, expected_conversion, print_stages
 from common.training.heldout import QUESTIONS
 from common.training.mask_state import MASKS, Masks, mask_metrics, switch_step
 from common.training.settings import TEXT_LENGTH, Loss, Settings, phases_of, settle, workload
@@ -182,8 +185,15 @@ FLAGS = {
         Flag("save-minutes", cli.non_negative_float, "maximum minutes between checkpoints", 20),
         Flag("save-steps", cli.positive, "also save every so many steps"),
         Flag("print-every", cli.positive, "steps between printed lines; metrics.jsonl has every step", 1),
-        Flag("plan", str, f"only print memory, FLOPs and time on {', '.join(hardware.HARDWARE)} or, as "
-             f"1x{hardware.CPU}, on this machine's", metavar="[NODESx]COUNTxDEVICE"),
+    ],
+    "a plan, which trains nothing": [
+        Flag("plan", str, "only print memory, FLOPs, time and disk on DEVICE: "
+             f"{', '.join(hardware.HARDWARE)}; {hardware.OWN}, numbers of dense bf16 and, in GB/s and one "
+             f"direction, of links; or, as 1x{hardware.CPU}, this machine's", metavar="[NODESx]COUNTxDEVICE"),
+        Flag("model", str, "plan for this model, not for RUN: a config.json, a directory that has one, or a "
+             "hub name, of which nothing else is downloaded; for the published training sets or, with "
+             "--tasks none, for --text-tokens of text", metavar="NAME"),
+        Flag("kv-heads", cli.positive, "with --model: kv heads to keep"),
     ],
 }
 
@@ -201,6 +211,7 @@ def parse():
         hardware.parse_hardware(args.plan)  # before text is tokenized
         if args.dtype == "float32" and hardware.on_gpus(args.plan, None):
             raise UserError("--plan: expected --dtype bfloat16, which it assumes, found float32")
+    check_flags(args)
     return args
 
 
@@ -356,8 +367,14 @@ def write_student(run: TrainingRun, schedule: Schedule, recorded: dict, inputs: 
 
 
 def print_plan(run: TrainingRun, settings: Settings) -> None:
-    """Print what training needs on --plan's hardware. Raises UserError if a phase does not fit."""
+    """Print what a run keeps on disk and what training needs on --plan's hardware, of a model that is not
+    there yet also what stages 1 to 4 need. Raises UserError if a phase does not fit.
+    """
     phases, sources = phases_of(run, settings), settings.sources
+    if run.started.args.model:
+        print_stages(phases[-1][1].config, settings.plan, refit=sources.tasks == NONE)
+    print_disk(phases, run.conversion.kv_heads, teacher=settings.teacher is None,
+               best=bool({TEXT_SET, CHAT_SET} & run.heldout.sets.keys()))
     hours = plan.print_phases(phases, settings.plan)
     if run.heldout.sets:
         samples = [sample for samples in run.heldout.sets.values() for sample in samples]
@@ -370,7 +387,7 @@ def print_plan(run: TrainingRun, settings: Settings) -> None:
 
 def prune_train(args, started: Claim, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
-    conversion = read_conversion(args.run, ranks, args.student)
+    conversion = expected_conversion(args) if args.model else read_conversion(args.run, ranks, args.student)
     flags = [flag for section in FLAGS.values() for flag in section]
     settings, run = settle(args, flags, conversion, started, ranks)
     if settings.plan:
@@ -401,7 +418,11 @@ def train(run: TrainingRun, settings: Settings) -> int:
 
 def main() -> int:
     args = parse()
-    started = begin_stage(STAGE, args)
+    if args.model:
+        args.run = config_file(args.model)  # a file: no training is in it
+        started = Claim(STAGE, args, {}, {}, cli.Clock())
+    else:
+        started = begin_stage(STAGE, args)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch, in any order

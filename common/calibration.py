@@ -19,6 +19,8 @@ from common.records import TOKENS, layer_file
 from common.weights import check_finite
 
 BATCH = 4  # sequences per forward pass: other batches sum in another order
+SEQUENCES, LENGTH = 128, 2048  # of the paper's calibration, and tokens in each
+SAMPLED = 256  # tokens whose raw head vectors are kept
 
 
 class Collector:

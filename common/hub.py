@@ -13,13 +13,18 @@ OTHER_FILES = ("config.json", "generation_config.json", "adapter_config.json", "
 DENIED = ("GatedRepoError", "RepositoryNotFoundError", "DatasetNotFoundError")
 
 
+def download_config(repository: str) -> str:
+    """The config.json of a repository, in the local cache. Raises what huggingface_hub raises."""
+    return hf_hub_download(repository, "config.json")
+
+
 def download(repository: str) -> str:
     """The directory in the local cache with the files from which transformers reads a repository's model.
 
     Each one is taken from the cache, whichever program has put it there, or downloaded. If the hub cannot be
     reached, what the cache has of the repository must be enough. Raises what huggingface_hub raises.
     """
-    home = os.path.dirname(hf_hub_download(repository, "config.json"))
+    home = os.path.dirname(download_config(repository))
     commit = os.path.basename(home)
     try:
         present = list_repo_files(repository, revision=commit)

@@ -54,8 +54,22 @@ def local_model(name: str) -> str:
         return name
     if os.path.exists(name):
         raise UserError(f"model {name}: expected a checkpoint directory, found a file")
+    return from_hub(name, hub.download)
+
+
+def config_file(name: str) -> str:
+    """The config.json of a model: `name` itself, in the directory of that name, or of the hub repository, of
+    which nothing else is downloaded. Raises UserError if there is none.
+    """
+    if os.path.isdir(name):
+        return os.path.join(name, "config.json")
+    return name if os.path.exists(name) else from_hub(name, hub.download_config)
+
+
+def from_hub(name: str, download) -> str:
+    """download(name), a path, of the hub repository of this name. Raises UserError if it cannot be read."""
     try:
-        return hub.download(name)
+        return download(name)
     except Exception as error:  # bad names, network and permissions raise different classes
         configs = sorted(glob.glob(os.path.join("runs", "*", "*", "config.json")))
         known = ["demo", *map(os.path.dirname, configs), *PUBLISHED_MODELS]

@@ -1,5 +1,6 @@
 """Devices that training runs on, by the names of --plan and of CUDA, and how many of them there are."""
 
+import argparse
 import functools
 import math
 import os
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from common.cli import number_type
 from common.errors import UserError
 
 
@@ -32,6 +34,8 @@ HARDWARE = {  # from data sheets: dense bf16 with float32 accumulation; a networ
     "L40S-48GB": Hardware(362e12, 48, 32e9, 25e9),
     "RTX4090-24GB": Hardware(165e12, 24, 32e9, 12.5e9),
 }
+OWN = "TFLOPS:GiB:LINK:NETWORK"  # a device by its own numbers, links in GB/s
+OWN_NUMBER = number_type(float, "numbers from 0.001 to 10^6", at_least=1e-3, at_most=1e6)
 CPU = "CPU"  # the device of --plan that is this machine's processor, shared by all ranks
 
 
@@ -87,16 +91,29 @@ class Cluster:
 
 
 def parse_hardware(text: str) -> Cluster:
-    """"8xA100-80GB" -> 8 ranks of that device, "2x8xA100-80GB" -> two such nodes; "2xCPU" -> two ranks here.
+    """"8xA100-80GB" -> 8 ranks of that device, "2x8xA100-80GB" -> two such nodes; "2xCPU" -> two ranks here;
+    "8x400:64:200:25" -> 8 ranks of a device of these numbers, as OWN.
 
     Raises UserError for anything else.
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x(.+)", text, re.ASCII)
-    if not match or match[3] not in (*HARDWARE, CPU):
+    named = match and match[3] in (*HARDWARE, CPU)
+    if not match or not (named or match[3].count(":") == OWN.count(":")):
         raise UserError(f"--plan: expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of "
-                        f"{', '.join(HARDWARE)}, {CPU}, found {text!r}")
+                        f"{', '.join(HARDWARE)}, {CPU}, {OWN}, found {text!r}")
     ranks, nodes = int(match[2]), int(match[1] or 1)
+    if not named:
+        return Cluster(ranks, own_device(match[3]), nodes)
     return Cluster(ranks, processor(ranks) if match[3] == CPU else HARDWARE[match[3]], nodes)
+
+
+def own_device(text: str) -> Hardware:
+    """The device of these numbers, as OWN: dense bf16, links in one direction. Raises UserError."""
+    try:
+        tflops, memory, link, network = map(OWN_NUMBER, text.split(":"))
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--plan: {OWN}: {error} in {text}") from error
+    return Hardware(tflops * 1e12, memory, link * 1e9, network * 1e9)
 
 
 def cluster_of(ranks) -> Cluster:

@@ -185,20 +185,28 @@ def split_texts(sources: Sources, context: DataContext, count: int) -> list[Samp
     """
     tokenizer, length, samples = context.tokenizer(), sources.text_length, []
     prefix, texts = bos_prefix(tokenizer), list(dict.fromkeys(sources.text))
-    share = -(-count // max(1, len(texts)))
     for source in sorted(texts, key=is_generated):  # a fault in a file is found before text is generated
         if is_generated(source):
-            rows = min(share, max(2, generated_rows(sources, len(prefix)) // 10))
+            rows = heldout_share(source, texts, count, generated_rows(sources, len(prefix)))
             try:
                 rows = generated(source, context, rows, length, HELDOUT).tolist()
             except TooShort:  # of documents to continue
                 rows = []
         else:
+            share = heldout_share(source, texts, count)
             rows = packed_rows(source, tokenizer, share, length - len(prefix), HELDOUT)
             rows = [prefix + row for row in rows]
         samples += map(Sample, rows)
         say_held_out(context, source, len(rows), f"texts of {length} tokens")
     return samples[:count]
+
+
+def heldout_share(source: str, sources, count: int, trained: int = 0) -> int:
+    """Of `count` samples to hold out of all sources, this one's share; of generated ones at most a tenth of
+    those `trained` on, but two.
+    """
+    share = -(-count // len(sources))
+    return min(share, max(2, trained // 10)) if is_generated(source) else share
 
 
 def heldout_chats(sources: Sources, context: DataContext) -> list[Sample]:
@@ -208,13 +216,13 @@ def heldout_chats(sources: Sources, context: DataContext) -> list[Sample]:
     be read.
     """
     count, samples, chats = 2 * sources.heldout_chats, [], list(dict.fromkeys(sources.chat))
-    share = -(-count // max(1, len(chats)))
     for source in chats if count else ():
         if is_generated(source):
-            rows = min(share, max(2, generated_rows(sources) // 10))
+            rows = heldout_share(source, chats, count, generated_rows(sources))
             found = as_samples(generated(source, context, rows, sources.text_length, HELDOUT, chats=True))
         else:
             positions = load_config(context.model).max_position_embeddings
+            share = heldout_share(source, chats, count)
             try:
                 found, _ = load_chats(source, context.tokenizer(), positions, HELDOUT, most=share)
             except TooShort:

@@ -68,6 +68,22 @@ class Workload:
         return max(1, math.ceil(share)), max(*self.lengths, int(capacity * min(share, 1)))
 
 
+def by_config(function):
+    """Decorator: what a function says of a config, the first argument, is kept by the config's content; to
+    build a model of 80 layers takes a third of a second.
+    """
+    known = {}
+
+    @functools.wraps(function)
+    def kept(config, *others):
+        key = config.to_json_string(), *others
+        if key not in known:
+            known[key] = function(config, *others)
+        return known[key]
+
+    return kept
+
+
 @dataclass(frozen=True)
 class Size:
     """Parameter counts of a model: in total, of its largest layer, and outside of layers."""
@@ -85,6 +101,7 @@ class Size:
         return self.whole, self.layer, self.root
 
 
+@by_config
 def size(config, student: Student | None = None) -> Size:
     """Parameter counts for a config, or for the student made from it."""
     config = copy.deepcopy(config)
@@ -110,6 +127,7 @@ class Products:
     head: int  # a token whose logits are computed
 
 
+@by_config
 def products(config) -> Products:
     """The multiply-adds of a config's model."""
     shape, layers = geometry(config), config.num_hidden_layers

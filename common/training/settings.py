@@ -21,7 +21,8 @@ from common.records import SOURCE
 from common.training import checkpoints, engine, hardware, plan
 from common.training.conversion import Conversion, TrainingRun
 from common.training.engine import Schedule
-from common.training.heldout import heldout_texts, load_heldout
+from common.training.expected import expected_heldout, expected_pool
+from common.training.heldout import Heldout, heldout_texts, load_heldout
 from common.training.sharding import Execution
 from common.training.students import Rates
 from common.training.teacher import check_teacher, find_teacher
@@ -91,7 +92,10 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
     filled.tasks = args.tasks or default_sources(demo)[0]
     filled.text = args.text or ([DEMO] if demo else [])
     filled.text = [] if filled.text == [NONE] else filled.text
-    filled.chat = choose_chats(args.chat, filled.text, conversion.model["path"])
+    if not args.model:
+        filled.chat = choose_chats(args.chat, filled.text, conversion.model["path"])
+    elif args.chat in (None, [NONE]):  # whether the model has a chat template is not known
+        filled.chat = []
     if args.heldout_text is None:
         filled.heldout_text = DEMO if demo else "c4" if "c4" in filled.text else SPLIT
     teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ lies next to DIR, not in DIR/
@@ -142,6 +146,21 @@ def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, cud
     return schedules | {"student": Schedule(steps, batch, warmup, **common)}
 
 
+def expected(sources: Sources, args) -> tuple[Pool, Heldout]:
+    """As read, without reading anything."""
+    pool = expected_pool(sources, args.bos)
+    return pool, expected_heldout(sources, args.heldout_every, args.bos)
+
+
+def read(sources: Sources, model: str, args, ranks) -> tuple[Pool, Heldout]:
+    """What is trained on and what is held out, tokenized for the checkpoint `model`. Raises UserError."""
+    context = DataContext(model, args.run, ranks.device, ranks, plan=bool(args.plan), bos=args.bos)
+    check_sources(sources.text, sources.chat)
+    texts = heldout_texts(sources, context)  # first: if it is refused, not after --text is tokenized
+    pool = load_pool(sources, context)
+    return pool, load_heldout(sources, context, texts, args.heldout_every)
+
+
 def settle(
     args,  # the flags as given
     flags: list[Flag],  # the stage's table of them
@@ -154,13 +173,9 @@ def settle(
     config = load_config(source)
     require_attention(args.attention, config)
     args = with_defaults(args, defaults, conversion, config.max_position_embeddings)
-    args.bos = bool(bos_prefix(load_tokenizer(source, args.bos)))
+    args.bos = bool(args.bos if args.model else bos_prefix(load_tokenizer(source, args.bos)))
     sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
-    context = DataContext(source, args.run, ranks.device, ranks, plan=bool(args.plan), bos=args.bos)
-    check_sources(sources.text, sources.chat)
-    texts = heldout_texts(sources, context)  # first: if it is refused, not after --text is tokenized
-    pool = load_pool(sources, context)
-    heldout = load_heldout(sources, context, texts, args.heldout_every)
+    pool, heldout = expected(sources, args) if args.model else read(sources, source, args, ranks)
     cuda = hardware.on_gpus(args.plan, ranks)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,

@@ -7,7 +7,7 @@ from huggingface_hub import constants, hf_hub_download
 from common.errors import UserError
 from common.files import files_in
 from common.layers import Layers
-from common.models import load_model, load_tokenizer, local_model
+from common.models import config_file, load_config, load_model, load_tokenizer, local_model
 from helpers import byte_tokenizer, save_tiny, tiny_model
 from local_hub import LOGIN, RESTRICTED, serving
 
@@ -60,6 +60,16 @@ def test_every_file_that_is_read_arrives_once_and_no_other(repository, kind):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tiny_model().state_dict().items())
     with layers.layer(1) as layer:
         assert torch.equal(layer.mlp.up_proj.weight, loaded["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_of_a_model_to_plan_for_only_the_config_arrives(repository):
+    path = config_file(NAME)
+    assert repository.downloaded == ["config.json"] and load_config(path).hidden_size == 48
+    home = str(repository.directory)
+    assert config_file(path) == path and config_file(home) == f"{home}/config.json"
+    repository.refusal = 401, "GatedRepo", "Access to acme/other is restricted."
+    with pytest.raises(UserError, match="model acme/other: neither .* is restricted.*; for a gated"):
+        config_file("acme/other")
 
 
 def test_a_cache_that_another_program_has_filled_is_enough_without_a_network(repository, monkeypatch):

@@ -5,8 +5,11 @@ import random
 import re
 import resource
 import signal
+import socket
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -258,3 +261,68 @@ def test_a_signal_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_pa
     assert process.wait(timeout=60) != 0  # so that a command after && does not run
     steps = [checkpoints.step_of(path) for path in saved_checkpoints(str(home / "train"))]
     assert steps == [len(metrics(home))]
+
+
+# what Slurm's commands do for pipelines/slurm.sh: a process a node, which get srun's signals
+STAND_INS = {
+    "scontrol": """[ "$1" = requeue ] && echo "$2" >> "$REQUEUED" || printf '%s\\n' 127.0.0.1 node-1\n""",
+    "srun": """shift  # --kill-on-bad-exit
+pids=()
+for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do SLURM_NODEID=$node "$@" & pids+=($!); done
+trap 'kill -USR1 "${pids[@]}"' USR1
+code=0
+for pid in "${pids[@]}"; do
+  while kill -0 "$pid" 2> /dev/null; do wait "$pid" || code=$?; done
+done
+exit "$code"
+""",
+}
+
+
+def slurm_job(home, inputs, directory, *arguments) -> subprocess.Popen:
+    """pipelines/slurm.sh as a job of two nodes of one process each, with stand-ins for Slurm's commands."""
+    directory.mkdir(exist_ok=True)
+    for name, script in STAND_INS.items():
+        (directory / name).write_text(f"#!/usr/bin/env bash\n{script}")
+        (directory / name).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    job = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_JOB_NUM_NODES": "2",
+           "SLURM_SUBMIT_DIR": str(ROOT), "NPROC": "1", "PORT": port, "PYTHON": sys.executable,
+           "REQUEUED": str(directory / "requeued"), "PET_LOCAL_ADDR": "127.0.0.1",
+           "PATH": f"{directory}:{os.environ['PATH']}"}
+    command = ["bash", ROOT / "pipelines" / "slurm.sh", "--run-dir", home, "--tasks", inputs["tasks"]]
+    with open(directory / "log", "a") as log:
+        return subprocess.Popen([*command, *arguments], cwd="/", env=os.environ | job, stdout=log, stderr=log)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_is_stopped_before_its_time_is_over_requeued_and_resumed(
+    alone, aligned_run, inputs, tmp_path
+):
+    """To the bits of a job with time enough, which is not requeued."""
+    settings, requeued = [*SHARED, "--steps", "40", "--save-steps", "500"], tmp_path / "slurm" / "requeued"
+    whole, home = (with_teacher(aligned_run, alone, tmp_path / name) for name in ("whole", "stopped"))
+    job = slurm_job(whole, inputs, tmp_path / "slurm", *settings)
+    assert job.wait(timeout=300) == 0 and not requeued.exists()
+    job = slurm_job(home, inputs, tmp_path / "slurm", *settings)
+    wait_for_step(home, 3)
+    job.send_signal(signal.SIGUSR1)  # to the script alone, as --signal=B:USR1@600
+    log = Path(tmp_path / "slurm" / "log")
+    assert job.wait(timeout=120) == 0 and requeued.read_text() == "42\n", log.read_text()
+    done, saved = len(metrics(home)), saved_checkpoints(str(home / "train"))
+    assert 3 <= done < 40 and [checkpoints.step_of(path) for path in saved] == [done]
+    job = slurm_job(home, inputs, tmp_path / "slurm", *settings)
+    assert job.wait(timeout=300) == 0 and requeued.read_text() == "42\n"
+    assert f"resumes {home}/train after step {done}\n" in log.read_text()
+    assert_same_bits(home, whole)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_that_fails_is_not_requeued(aligned_run, inputs, tmp_path):
+    for flags in (["--force"], ["--epochs", "0"]):
+        job = slurm_job(aligned_run, inputs, tmp_path / "slurm", *flags)
+        assert job.wait(timeout=120) != 0 and not (tmp_path / "slurm" / "requeued").exists()
+    log = (tmp_path / "slurm" / "log").read_text()
+    assert "error: --force: expected none" in log and "error: --epochs: expected" in log, log

@@ -13,10 +13,27 @@ from common.training import hardware
 from common.training.sharding import Ranks
 
 
-@pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "2x2x8xA100-80GB", "CPU"])
+@pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "2x2x8xA100-80GB", "CPU",
+                                  "8x400:64:200", "8x400:64:200:25:1", "400:64:200:25"])
 def test_hardware_that_is_not_known(text):
     with pytest.raises(UserError, match="expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of A100-40GB"):
         hardware.parse_hardware(text)
+
+
+def test_a_device_by_its_own_numbers():
+    """Dense bf16 TFLOP/s, GiB, and GB/s within a node and between nodes."""
+    expected = hardware.Cluster(8, hardware.Hardware(400e12, 64, 200e9, 25.5e9), 2)
+    assert hardware.parse_hardware("2x8x400:64:200:25.5") == expected
+    assert hardware.on_gpus("8x400:64:200:25", None)
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "inf", "nan", "", "A100", "1e7"])
+@pytest.mark.parametrize("place", range(4))
+def test_numbers_that_no_device_has(number, place):
+    numbers = ["400", "64", "200", "25"]
+    numbers[place] = number
+    with pytest.raises(UserError, match=f"expected numbers from 0.001 to 10\\^6, found {number}"):
+        hardware.parse_hardware("8x" + ":".join(numbers))
 
 
 def test_a_plan_of_this_machine_shares_it_among_its_ranks(monkeypatch):
