@@ -65,7 +65,7 @@ def test_every_file_that_is_read_arrives_once_and_no_other(repository, kind):
 def test_of_a_model_to_plan_for_only_the_config_arrives(repository):
     path = config_file(NAME)
     assert repository.downloaded == ["config.json"] and load_config(path).hidden_size == 48
-    home = str(repository.directory)
+    home = str(repository.directories[f"models/{NAME}"])
     assert config_file(path) == path and config_file(home) == f"{home}/config.json"
     repository.refusal = 401, "GatedRepo", "Access to acme/other is restricted."
     with pytest.raises(UserError, match="model acme/other: neither .* is restricted.*; for a gated"):

@@ -49,7 +49,7 @@ def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs
         with quantized(model, parse_cache("q4_0"), "pairs"):
             assert not torch.equal(model(input_ids=tokens).logits, before)
     table = (wide_run / "eval.md").read_text()
-    assert f" {ours['q4_0']['pairs']['kl']:.4f} |" in table
+    assert f" {ours['q4_0']['pairs']['kl']:.4f} ± {ours['q4_0']['pairs']['kl_stderr']:.4f} |" in table
     cards = [" ".join((wide_run / f"{name}/README.md").read_text().split()) for name in ("gqa", "gqa-plain")]
     assert "KL, rotated" in cards[0]
     assert "so that a four-bit cache loses less in the layout halves: " in cards[0]
@@ -76,8 +76,9 @@ def test_numbers_of_heads_are_compared_on_text_that_the_calibration_has_not_read
         assert metrics["caches"]["f16"]["pairs"]["kl"] == pytest.approx(metrics["kl"], rel=1e-2)
     assert "drew    frontier.png" in done.stdout and (tmp_path / "frontier.png").exists()
     run("pipelines/report.py", "--run", tmp_path)
-    page, kl = (tmp_path / "report.html").read_text(), results["kv1"]["caches"]["q4_0"]["rotated"]["kl"]
-    assert 'alt="frontier.png"' in page and f"<td>{kl:.4f}</td>" in page
+    page, rotated = (tmp_path / "report.html").read_text(), results["kv1"]["caches"]["q4_0"]["rotated"]
+    shown = f"<td>{rotated['kl']:.4f} ± {rotated['kl_stderr']:.4f}</td>"
+    assert 'alt="frontier.png"' in page and shown in page
     expect_error("--bos, --no-bos: expected none with --text", *command, "--update", "--bos")
 
 

@@ -12,7 +12,7 @@ from helpers import TRAINING, calibrate_arguments, copy_run, evaluate_arguments,
 from tiny_run import STAGES
 
 NO_BOS = "--bos: expected a tokenizer with a begin-of-sequence token, found none"
-LAYERWISE = "--layerwise: expected no --tasks, --limit or --prompts"
+LAYERWISE = "--layerwise: expected no --tasks, --limit, --prompts or --chat"
 NOT_RECORDED = "its content does not match its record"
 LAYER = "calibration/layer-00001.safetensors"
 

@@ -68,7 +68,7 @@ def test_expected_texts_and_chats():
     assert {len(sample) for sample in pool} == {100} and pool.answered[0].answer_tokens == 50
     heldout = expected.expected_heldout(sources, 50, 1)
     assert {name: len(samples) for name, samples in heldout.sets.items()} == {
-        "heldout": (32 + 2) / 2, "heldout_chat": 2}
+        "heldout": (32 + 2) / 2, "heldout_chat": 2 / 2}
 
 
 @pytest.mark.parametrize("words, message", [
