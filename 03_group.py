@@ -20,8 +20,9 @@ import numpy as np
 
 from common.artifacts import begin_stage, input_digests, read_tensors, write_beside, write_record
 from common.cli import positive, run_stage, seed, stage_parser
+from common.closed_form.layer import similarity_by
 from common.families import check_kv_heads
-from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups, score, similarity_by
+from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups, score
 from common.records import BY, CRITERION
 from common.reporting import plots
 

@@ -64,6 +64,7 @@ from common.artifacts import (
     write_record,
 )
 from common.cli import Flag, run_stage, stage_parser
+from common.data import demo
 from common.data.data_sets import DATA_SET
 from common.data.rows import TABLE_NAMES
 from common.data.tasks import TASKS
@@ -419,7 +420,8 @@ def train(run: TrainingRun, settings: Settings) -> int:
 def main() -> int:
     args = parse()
     if args.model:
-        args.run = config_file(args.model)  # a file: no training is in it
+        # a file: no training is in it
+        args.run = config_file(str(demo.SHIPPED) if args.model == demo.DEMO else args.model)
         started = Claim(STAGE, args, {}, {}, cli.Clock())
     else:
         started = begin_stage(STAGE, args)

@@ -276,8 +276,8 @@ def measure_layerwise(name: str, checkpoint: dict, tokenized: Tokenized, args) -
 
 
 def measured_on(prefix: str, samples: list[Sample], source: str) -> dict:
-    """What the metrics with this prefix were measured on: where it comes from, and its number of tokens."""
-    tokens = sum(sample.answer_tokens or len(sample) for sample in samples)
+    """What the metrics with this prefix were measured on: where it comes from, and how many tokens count."""
+    tokens = sum(sample.answer_tokens or len(sample) - 1 for sample in samples)
     return {f"{prefix}perplexity_text": source, f"{prefix}perplexity_tokens": tokens}
 
 

@@ -24,6 +24,7 @@ from common.training.packing import build_row
 
 LONGEST_ANSWER = 512  # tokens of an answer to a question, at most, as in the authors' code
 DECODED = 32  # tokens decoded by `speed`
+CHUNK = 512  # tokens whose logits are in memory in float64 at a time
 REPEATS = 5  # runs of `speed`, of which the median counts
 
 
@@ -67,12 +68,14 @@ def prediction_metrics(model, samples: list[Sample],
             row = build_row([sample], 1)
             at = row.answer_at if sample.answer_tokens else row.prompt_at
             logits = model(input_ids=row.input_ids.to(model.device), use_cache=False).logits[0]
-            theirs, targets = reference and reference.logits(number), row.targets[at].to(logits.device)
-            compared = reference is not None and theirs.shape == logits.shape
-            logits = logits[at].double()
-            columns = (compare(logits, theirs[at].to(logits), targets) if compared
-                       else [cross_entropy(logits, targets)])
-            sums.append(torch.stack([column.double().sum() for column in columns]))
+            theirs, targets = reference and reference.logits(number), row.targets.to(logits.device)
+            compared, total = reference is not None and theirs.shape == logits.shape, 0
+            for part in at.split(CHUNK):
+                ours = logits[part].double()
+                columns = (compare(ours, theirs[part].to(ours), targets[part]) if compared
+                           else [cross_entropy(ours, targets[part])])
+                total += torch.stack([column.double().sum() for column in columns])
+            sums.append(total)
             counts.append(len(at))
     names = COMPARED if compared else ["loss"]
     return means_with_errors(dict(zip(names, torch.stack(sums).T.tolist(), strict=True)), counts), predictions

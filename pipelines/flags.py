@@ -5,10 +5,13 @@ of each source that stage 5 trains on.
 """
 
 import importlib
+import os
 import sys
 
+from common import cli
 from common.cli import run_stage
 from common.data.sources import check_sources
+from common.training.checkpoints import SETTINGS
 
 
 def main():
@@ -17,7 +20,8 @@ def main():
         end = words.index(":::")
         sys.argv, words = words[:end], words[end + 1 :]
         args = importlib.import_module(sys.argv[0]).parse()
-        if sys.argv[0] == "05_prune_train":
+        begun = os.path.join(args.run, cli.named("train", getattr(args, "name", None)), SETTINGS)
+        if sys.argv[0] == "05_prune_train" and not os.path.exists(begun):
             check_sources(args.text or [], args.chat or [])
 
 

@@ -15,12 +15,12 @@ from torch import nn
 
 from common import models, proof
 from common.calibration import BATCH, collect
-from common.closed_form.layer import choose_merges, score_pairs
+from common.closed_form.layer import choose_merges, score_pairs, similarity_by
 from common.closed_form.refit import Refit
 from common.errors import UserError
 from common.families import check_kv_heads, geometry, key_context
 from common.layers import Layers
-from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups, similarity_by
+from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups
 from common.method.merge import fuse_groups, merge_layer, merged_config
 from common.method.procrustes import align_layer
 from common.method.stats import LayerGrams

@@ -124,10 +124,10 @@ def serving(home, monkeypatch, **directories):
         for name, value in (("HF_ENDPOINT", server.url), ("HF_HOME", str(home)), ("HF_HUB_OFFLINE", "0"),
                             ("HF_UPDATE_DOWNLOAD_COUNTS", "0")):
             monkeypatch.setenv(name, value)
-        data_sets.commit_of.cache_clear()
+        data_sets.COMMITS.clear()
         yield server
         server.shutdown()
-        data_sets.commit_of.cache_clear()
+        data_sets.COMMITS.clear()
 
 
 README = """---

@@ -8,6 +8,7 @@ common/closed_form/keys.py keys: pair by pair, or RoPE-aware if a context in tok
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from common.closed_form.keys import (
@@ -22,6 +23,8 @@ from common.closed_form.keys import (
     start_by_pairs,
 )
 from common.closed_form.values import merge_values, ratio, value_loss
+from common.errors import UserError
+from common.method.grouping import combine
 from common.method.merge import FUNCTIONS, Merge
 from common.method.procrustes import layer_similarity
 from common.method.rope import pair_products, to_matrix
@@ -155,6 +158,30 @@ def score_pairs(layers, context: int | None) -> dict[str, torch.Tensor]:
             matrices["energy"] = -merging_loss(grams, context)  # more is more similar, as elsewhere
         scores.append({name: matrix.cpu() for name, matrix in matrices.items()})
     return {name: torch.stack([matrices[name] for matrices in scores]) for name in scores[0]}
+
+
+def similarity_by(tensors: dict, path: str, model: dict, by: str, criterion: str) -> np.ndarray:
+    """The similarity to maximize, [layers, H, H], of the tensors in stage 2's file at `path`.
+
+    Raises UserError unless it is finite and its shape matches the model in the record.
+    """
+    if by == "energy" and "energy" not in tensors:
+        raise UserError(f"{path}: expected energy scores, found none; run 02_similarity.py --energy --force")
+    shape = model["layers"], model["kv_heads"], model["kv_heads"]
+
+    def matrix(name: str) -> np.ndarray:
+        values = tensors[name].numpy()
+        if values.shape != shape or not np.isfinite(values).all():
+            raise UserError(f"{path}: expected finite {name} of shape {list(shape)}, "
+                            f"found {list(values.shape)}; run 02_similarity.py again with --force")
+        return values
+
+    if by == "energy":
+        return matrix("energy")
+    if by in ("key", "value"):
+        return matrix(f"{by}.{criterion}.after")  # after: heads are merged as stage 4 turns them
+    key, value = matrix(f"key.{criterion}.after"), matrix(f"value.{criterion}.after")
+    return combine(key, value)  # for both; for none it only gives the scores
 
 
 def choose_merges(kind: str, grams_of, groups: torch.Tensor, rotations: list, context: int | None,

@@ -13,7 +13,7 @@ from jinja2 import sandbox
 
 from common.data.data_sets import DATA_SET, is_data_set
 from common.data.rows import TABLE_NAMES, TABLES, Sample, abbreviated, column, read_rows, text_column
-from common.data.text import PARTS, TRAIN, TooShort, in_part
+from common.data.text import PARTS, TRAIN, TooShort, in_part, located
 from common.errors import UserError
 from common.progress import Progress
 from common.weights import first_line
@@ -31,6 +31,7 @@ def read_chats(source: str, split: str) -> Iterator[tuple[str, list[dict]]]:
 
     Raises UserError for a source or a row that is not what load_chats takes.
     """
+    source, split = located(source, split)
     if not is_data_set(source) and not (os.path.isfile(source) and source.endswith(TABLES)):
         state = "another name" if os.path.isfile(source) else "no such file"
         raise UserError(f"chats {source}: expected {DATA_SET} or a {TABLE_NAMES} file, found {state}")

@@ -1,7 +1,6 @@
 """Data sets of the hub: their rows, through the package datasets."""
 
 import contextlib
-import functools
 import re
 from collections.abc import Iterator
 
@@ -12,13 +11,14 @@ from common.errors import UserError
 
 DATA_SET = "hf:NAME[:CONFIG]"  # as a source of text or chats, in help and errors
 
+COMMITS = {}  # hf:NAME[:CONFIG] -> the commit at which this process reads it
+
 
 def is_data_set(source: str) -> bool:
     """Whether a source is a data set of the hub, hf:NAME[:CONFIG]."""
     return source.startswith("hf:")
 
 
-@functools.cache
 def commit_of(source: str) -> str:
     """The commit at which this process reads hf:NAME[:CONFIG]: the last one when it first asks.
 
@@ -27,8 +27,10 @@ def commit_of(source: str) -> str:
     parts = re.fullmatch("hf:([^:]+)(:[^:]+)?", source)
     if not parts:
         raise UserError(f"expected a data set of the hub as {DATA_SET}, found {source}")
-    with _reading(parts[1]):
-        return dataset_info(parts[1], expand=["sha"]).sha
+    if source not in COMMITS:
+        with _reading(parts[1]):
+            COMMITS[source] = dataset_info(parts[1], expand=["sha"]).sha
+    return COMMITS[source]
 
 
 def stream(source: str) -> Iterator[dict]:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from common.data.chat import load_chats, read_chats
+from common.data.data_sets import commit_of, is_data_set
 from common.data.rows import decoded
 from common.data.text import (
     GENERATED,
@@ -68,6 +69,12 @@ def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[st
 
         chat_form(tokenizer)  # before text is generated
     return [] if asked == [NONE] else asked
+
+
+def hub_commits(sources) -> dict[str, str]:
+    """The commits of the data sets of the hub among sources, or among what generated ones continue."""
+    names = (source.removeprefix(f"{GENERATED}:") for source in sources)
+    return {name: commit_of(name) for name in names if is_data_set(name)}
 
 
 def check_sources(text: list[str], chat: list[str]) -> None:

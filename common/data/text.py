@@ -84,7 +84,7 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int,
     TooShort if that gives too few tokens, and UserError for text that cannot be read, and where bos_prefix
     does.
     """
-    (source, split), prefix = _located(source, split), bos_prefix(tokenizer)
+    (source, split), prefix = located(source, split), bos_prefix(tokenizer)
     if source.endswith(".npy"):
         tokens = _first_rows(source, sequences, prefix, split)[:, :length]
         return tokens, f"{source}: {len(tokens)} sequences of {tokens.shape[1]} tokens"
@@ -238,7 +238,7 @@ def packed_rows(source: str, tokenizer, count: int, length: int, split: str) -> 
 
 def _token_lists(source: str, tokenizer, split: str) -> Iterator[list[int]]:
     """The tokens of a source's documents, each followed by end-of-sequence, in lists of any length."""
-    source, split = _located(source, split)
+    source, split = located(source, split)
     end = tokenizer.eos_token_id
     if source.endswith(".txt"):
         check_source(source)
@@ -266,7 +266,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _located(source: str, split: str) -> tuple[str, str]:
+def located(source: str, split: str) -> tuple[str, str]:
     """A source and its part, as they are read: the demo model's text has a file for either part."""
     if (source in ("c4", DEMO) or is_data_set(source)) and split == EVALUATION:
         split = HELDOUT
@@ -370,7 +370,7 @@ def documents_of(source: str, split: str) -> Iterator[contextlib.AbstractContext
 
 def read_documents(source: str, split: str) -> Iterator[str]:
     """Yield the documents of a part of a source; of a .txt file its lines."""
-    source, split = _located(source, split)
+    source, split = located(source, split)
     check_source(source)
     if source == "c4":
         name, files = C4_FILES[split]

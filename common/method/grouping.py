@@ -5,7 +5,6 @@ Notation: L layers, H key/value heads of the source, G groups of D = H / G heads
 
 import numpy as np
 
-from common.errors import UserError
 from common.progress import Progress
 
 RESTARTS, ITERATIONS = 200, 3000  # the paper's epoch and maxIter
@@ -84,27 +83,3 @@ def combine(key: np.ndarray, value: np.ndarray) -> np.ndarray:
         spread = matrix[:, rows, columns].std(-1)[:, None, None]
         scaled.append(matrix / np.where(spread > 0, spread, 1))
     return scaled[0] + scaled[1]
-
-
-def similarity_by(tensors: dict, path: str, model: dict, by: str, criterion: str) -> np.ndarray:
-    """The similarity to maximize, [layers, H, H], of the tensors in stage 2's file at `path`.
-
-    Raises UserError unless it is finite and its shape matches the model in the record.
-    """
-    if by == "energy" and "energy" not in tensors:
-        raise UserError(f"{path}: expected energy scores, found none; run 02_similarity.py --energy --force")
-    shape = model["layers"], model["kv_heads"], model["kv_heads"]
-
-    def matrix(name: str) -> np.ndarray:
-        values = tensors[name].numpy()
-        if values.shape != shape or not np.isfinite(values).all():
-            raise UserError(f"{path}: expected finite {name} of shape {list(shape)}, "
-                            f"found {list(values.shape)}; run 02_similarity.py again with --force")
-        return values
-
-    if by == "energy":
-        return matrix("energy")
-    if by in ("key", "value"):
-        return matrix(f"{by}.{criterion}.after")  # after: heads are merged as stage 4 turns them
-    key, value = matrix(f"key.{criterion}.after"), matrix(f"value.{criterion}.after")
-    return combine(key, value)  # for both; for none it only gives the scores

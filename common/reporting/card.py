@@ -6,7 +6,8 @@ import re
 from huggingface_hub import ModelCard, ModelCardData
 
 from common.artifacts import CARD, END_OF_SCORES, SCORES
-from common.data.text import NONE, is_generated
+from common.data.data_sets import is_data_set
+from common.data.text import GENERATED, NONE, is_generated
 from common.files import read_text, write_text
 from common.metrics import OPEN_MASKS, START, heldout_kls
 from common.models import is_hub_name
@@ -186,13 +187,18 @@ def _data(arguments: dict) -> dict[str, str | bool]:
     tasks, text, chats = (arguments.get(name) for name in ("tasks", "text", "chat"))
     sources = [(name, given) for name, given in (("chats", chats), ("text", text)) if given]
     data = [f"the training sets of {len(arguments['only'])} tasks"] if tasks != NONE else []
-    data += [f"{name} ({', '.join(_code(re.sub('[^:]*/', '', source)) for source in given)})"
-             for name, given in sources]
+    data += [f"{name} ({', '.join(map(_source, given))})" for name, given in sources]
     kinds = ["tasks"] * (tasks != NONE)
     kinds += [f"{'self-generated ' * all(map(is_generated, given))}{name}" for name, given in sources]
     teacher = "the untouched source" if arguments["teacher"] == SOURCE else "a fine-tuned teacher"
     return {"data": ", ".join(data), "kinds": " and ".join(kinds), "tasks": tasks != NONE, "teacher": teacher,
             "seed": markdown_text(arguments["seed"])}
+
+
+def _source(source: str) -> str:
+    """A source of text or chats as a code span: a file without its directories."""
+    generated, kind, name = source.rpartition(f"{GENERATED}:")
+    return _code(generated + kind + (name if is_data_set(name) else os.path.basename(name)))
 
 
 def _code(text: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from common.files import write_file
 from common.method.losses import TERMS
-from common.metrics import COMPARED, START
+from common.metrics import START
 
 
 class Score(NamedTuple):
@@ -96,14 +96,7 @@ def heatmaps(
             drawn = axis.imshow(colours, vmin=least, vmax=score.most, cmap="viridis")
             if least is None:
                 figure.colorbar(drawn, ax=axis, shrink=0.6)
-            axis.set_xticks(range(heads), order)
-            axis.set_yticks(range(heads), order)
-            axis.tick_params(length=0, labelsize=7)
-            size = len(shared[0])
-            for first in range(0, heads if len(shared) > 1 else 0, size):
-                place = (first - 0.5, first - 0.5)
-                axis.add_patch(plt.Rectangle(place, size, size, fill=False, color="red", linewidth=1.5,
-                                             clip_on=False))
+            _frame_groups(plt, axis, order, len(shared[0]))
         row[0].set_ylabel(label)
     for axis, layer in zip(axes[0], layers, strict=True):
         axis.set_title(f"layer {layer}")
@@ -113,6 +106,17 @@ def heatmaps(
         figure.colorbar(drawn, ax=axes, shrink=0.6, label=score.label)
     figure.suptitle(plain(title))
     return figure
+
+
+def _frame_groups(plt, axis, order: list[int], size: int) -> None:
+    """Number the heads of a heatmap and frame each `size` of them, unless that is all."""
+    axis.set_xticks(range(len(order)), order)
+    axis.set_yticks(range(len(order)), order)
+    axis.tick_params(length=0, labelsize=7)
+    for first in range(0, len(order) if size < len(order) else 0, size):
+        place = (first - 0.5, first - 0.5)
+        axis.add_patch(plt.Rectangle(place, size, size, fill=False, color="red", linewidth=1.5,
+                                     clip_on=False))
 
 
 def plain(name: str) -> str:
@@ -282,5 +286,6 @@ def _draw_heldout(axes: list, measured: list[dict], first: dict) -> None:
 
 def _compared(record: dict, prefix: str) -> tuple[float, float, float]:
     """KL, next-token loss above the teacher's and agreement on a held-out set, of a line of metrics.jsonl."""
-    kl, loss, teacher_loss, agreement = (record[f"{prefix}_{name}"] for name in COMPARED)
+    kl, loss, teacher_loss, agreement = (record[f"{prefix}_{name}"] for name in
+                                         ("kl", "loss", "teacher_loss", "agreement"))
     return kl, loss - teacher_loss, agreement

@@ -44,7 +44,7 @@ PARTS = (
     Part("gqa", "06_export.py", "gqa/stage.json"),
     Part("eval", "07_eval.py", "eval.json", pictures=("frontier.png",)),
 )
-COMPARED = {"chat_kl": "KL, chats", "chat_agreement": "top-1, chats", "perplexity": "perplexity",
+OVERVIEW = {"chat_kl": "KL, chats", "chat_agreement": "top-1, chats", "perplexity": "perplexity",
             "kl": "KL", "agreement": "top-1 agreement"}  # metrics of the overview, chats first
 THREE_STATES = ("bos", "recompute")  # switches that, left out, choose for themselves
 
@@ -113,7 +113,7 @@ def overview(directory: str, records: dict[str, dict]) -> dict:
         "kv_heads": next((summary["kv_heads"] for summary in summaries if "kv_heads" in summary), None),
         "cost": cost(records),
         "results": records.get("eval", {}).get("results", {}),
-        "compared_titles": COMPARED,
+        "compared_titles": OVERVIEW,
     }
 
 

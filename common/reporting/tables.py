@@ -14,7 +14,7 @@ from common.quantized_cache import LAYOUTS
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports
-COMPARED = {  # metric -> title, digits
+COMPARED_ROWS = {  # metric -> title, digits
     "kl": ("KL from the first, nats", 4),
     "agreement": ("top-1 agreement", 4),
     "loss_above": ("loss above the first's, nats", 4),
@@ -106,9 +106,10 @@ def table_sections(columns: list[dict]) -> dict[str, list[tuple[str, ...]]]:
 
 
 def compared_rows(columns: list[dict], prefix: str) -> list[tuple[str, ...]]:
-    """A row of each metric in COMPARED that was measured, with standard errors."""
+    """A row of each metric in COMPARED_ROWS that was measured, with standard errors."""
     return [(title, "", *(number(column, prefix + key, digits) for column in columns))
-            for key, (title, digits) in COMPARED.items() if any(prefix + key in column for column in columns)]
+            for key, (title, digits) in COMPARED_ROWS.items()
+            if any(prefix + key in column for column in columns)]
 
 
 def number(column: dict, key: str, digits: int) -> str:
@@ -153,9 +154,9 @@ def cache_rows(results: dict[str, dict]) -> list[CacheRow]:
             last = metrics["rotated"]
             if "kl" in last:
                 kls = tuple(metrics[layout]["kl"] for layout in LAYOUTS)
-                cells = *(number(metrics[layout], "kl", 4) for layout in LAYOUTS), number(
-                    last, "perplexity", 3), number(last, "agreement", 4)
-                rows.append(CacheRow(name, cache, metrics["bytes_per_token"], kls, cells))
+                cells = [number(metrics[layout], "kl", 4) for layout in LAYOUTS]
+                cells += [number(last, "perplexity", 3), number(last, "agreement", 4)]
+                rows.append(CacheRow(name, cache, metrics["bytes_per_token"], kls, tuple(cells)))
     return rows
 
 

@@ -44,7 +44,7 @@ def check_flags(args) -> None:
     """Raise UserError for flags that do not go with --model, or that need it."""
     given = {f"--{name}": value for name, value in
              (("plan", args.plan), ("model", args.model), ("kv-heads", args.kv_heads)) if value}
-    if given.keys() not in ({*()}, {"--plan"}, {"--plan", "--model", "--kv-heads"}):
+    if given.keys() not in (set(), {"--plan"}, {"--plan", "--model", "--kv-heads"}):
         raise UserError(f"--model: expected --plan, --model and --kv-heads together, found {' '.join(given)}")
     for name, known in UNREAD.items() if args.model else ():
         value = getattr(args, name)
@@ -120,7 +120,8 @@ def expected_heldout(sources: Sources, every: int, begin: int) -> Heldout:
 
 
 def print_stages(config, hardware: str, refit: bool) -> None:
-    """Print what stages 1 to 4 hold in memory and compute, with default flags, on one device in float32.
+    """Print what stages 1 to 4 hold in memory and compute, as make convert runs them, on one device in
+    float32.
 
     refit: --refit attention, on all of the calibration, with three hidden states of each token.
     """
@@ -135,7 +136,7 @@ def print_stages(config, hardware: str, refit: bool) -> None:
         hours = flops / (speed * plan.EFFICIENCY * 3600)
         print(f"stage {numbers}: GB in memory: weights {gigabytes(4 * whole.whole)} ("
               f"{gigabytes(4 * whole.layer)} with --layerwise), Grams of a layer {gigabytes(layer)}, hidden "
-              f"states {gigabytes(copies * tokens * 4 * config.hidden_size)} | {count} forward pass(es) over "
+              f"states {gigabytes(copies * tokens * 4 * config.hidden_size)} | forward passes: {count} over "
               f"{tokens:,} tokens, {flops / 1e12:,.0f} TFLOP, {plan.duration(hours)}")
 
     print_stage("1", 1, 1, SEQUENCES, length)

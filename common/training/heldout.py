@@ -130,7 +130,7 @@ def sums_at(
     row,
     chunk: int,  # tokens whose logits are in memory at a time
 ) -> torch.Tensor:
-    """[5] float64: n, and sums over these positions of the metrics in COMPARED."""
+    """[1 + len(COMPARED)] float64: n, and sums over these positions of the metrics in COMPARED."""
     teacher_hidden, teacher_head = teacher(row), head_of(teacher.net)
 
     def sums_of(hidden, head):

@@ -69,8 +69,8 @@ class Workload:
 
 
 def by_config(function):
-    """Decorator: what a function says of a config, the first argument, is kept by the config's content; to
-    build a model of 80 layers takes a third of a second.
+    """Decorator: cache a function of a config by the config's content, because building a model of 80 layers
+    takes a third of a second.
     """
     known = {}
 

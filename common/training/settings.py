@@ -10,9 +10,10 @@ from transformers.utils import is_flash_attn_2_available
 from common import cli
 from common.artifacts import Claim
 from common.cli import Flag
+from common.data.data_sets import COMMITS
 from common.data.demo import DEMO, default_sources
 from common.data.pool import SPLIT, Pool, Sources, load_pool
-from common.data.sources import DataContext, check_sources, choose_chats
+from common.data.sources import DataContext, check_sources, choose_chats, hub_commits
 from common.data.text import NONE, is_endless, sequence_length
 from common.errors import UserError
 from common.families import OUTPUTS, needs_eager
@@ -155,7 +156,11 @@ def expected(sources: Sources, args) -> tuple[Pool, Heldout]:
 def read(sources: Sources, model: str, args, ranks) -> tuple[Pool, Heldout]:
     """What is trained on and what is held out, tokenized for the checkpoint `model`. Raises UserError."""
     context = DataContext(model, args.run, ranks.device, ranks, plan=bool(args.plan), bos=args.bos)
-    check_sources(sources.text, sources.chat)
+    begun = os.path.exists(os.path.join(args.run, cli.named("train", args.name), checkpoints.SETTINGS))
+    if ranks.first and not begun:  # what goes on may be where there is no network
+        check_sources(sources.text, sources.chat)
+    named = [*sources.text, *sources.chat, sources.heldout_text]
+    COMMITS.update(checkpoints.of_first_rank(hub_commits(named) if ranks.first else None))
     texts = heldout_texts(sources, context)  # first: if it is refused, not after --text is tokenized
     pool = load_pool(sources, context)
     return pool, load_heldout(sources, context, texts, args.heldout_every)

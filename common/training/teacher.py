@@ -40,7 +40,7 @@ def find_teacher(run: TrainingRun, given: str | None, force: bool) -> bool:
     given: --teacher, which --force leaves alone. Raises UserError for one that is damaged or of
     another model, and if there are no answers to train one on.
     """
-    for path in (run.directory, run.teacher)[: 1 if given == SOURCE else 2]:
+    for path in [run.directory] + [run.teacher] * (given != SOURCE):
         if os.path.lexists(path) and not os.path.isdir(path):
             raise UserError(f"{path}: expected nothing or a directory, found a file; remove it first")
     if given == SOURCE:

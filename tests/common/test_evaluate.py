@@ -43,10 +43,11 @@ CHAT = [Sample(row[:9], row[9:14], row[14:20], row[20:40]) for row in TOKENS.tol
 @torch.no_grad()
 @pytest.mark.parametrize(("samples", "predicting"), [
     (TEXTS, [*range(49)]), (CHAT, [*range(8, 13), *range(19, 39)])])
-def test_predictions_against_a_reference(model, samples, predicting):
+def test_predictions_against_a_reference(model, samples, predicting, monkeypatch):
     """From whole logits: of texts every token but the first, of chats the answers; errors are scipy's of
     sequences of one length. A reference of another vocabulary says nothing.
     """
+    monkeypatch.setattr(evaluate, "CHUNK", 7)
     other, ids = tiny_model(seed=1), TOKENS[:, : len(samples[0])]
     metrics, predictions = evaluate.prediction_metrics(model, samples, None)
     ours, theirs = (net(ids).logits.double().log_softmax(-1)[:, predicting] for net in (other, model))

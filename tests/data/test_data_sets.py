@@ -10,7 +10,7 @@ from common.data.rows import read_rows
 from common.data.sources import check_sources
 from common.data.text import EVALUATION, HELDOUT, TRAIN, digests_of, read_documents
 from common.errors import UserError
-from helpers import expect_error
+from helpers import expect_error, run
 from local_hub import LOGIN, RESTRICTED, save_data_set, serving
 from test_chat import chatml_tokenizer, messages, save_chats
 from test_text import save_lines
@@ -39,6 +39,7 @@ def test_a_data_set_of_the_hub_is_read_as_a_file_with_its_rows(data_set, tmp_pat
         samples, description = load_chats("hf:acme/data:chats", tokenizer, 100, split)
         expected, said = load_chats(path, tokenizer, 100, split)
         assert samples == expected and description == said.replace(path, "hf:acme/data:chats")
+    assert load_chats("hf:acme/data:chats", tokenizer, 100, EVALUATION)[0] == samples
 
 
 def test_rows_of_a_data_set_arrive_as_they_are_read(data_set):
@@ -56,8 +57,18 @@ def test_a_data_set_is_known_by_its_commit(data_set):
     data_set.commit = second
     assert digests_of(sources) == read and next(read_rows("hf:acme/data:text"))
     assert data_set.revisions == {"a" * 40}
-    data_sets.commit_of.cache_clear()
+    data_sets.COMMITS.clear()
     assert {*digests_of(sources).values()} == {second}
+
+
+def test_a_stage_that_is_complete_stays_so_at_a_later_commit(data_set, inputs, tmp_path):
+    command = ["01_calibrate.py", "--run", tmp_path / "run", "--model", inputs["model"], "--sequences", 2,
+               "--length", 8, "--text"]
+    run(*command, "hf:acme/data:text")
+    data_set.commit = "b" * 40
+    data_sets.COMMITS.clear()
+    assert ": complete, by this command" in run(*command, "hf:acme/data:text").stdout
+    expect_error("already exists, made with --text 'hf:acme/data:text', not ", *command, inputs["text"])
 
 
 UNREADABLE = "cannot read the data set {} from the hub ("
@@ -89,7 +100,7 @@ def test_a_data_set_that_cannot_be_read_is_refused_by_a_stage_before_it_writes(d
     home, options = tmp_path / "run", ["--model", inputs["model"], "--text", "hf:acme/data:chats"]
 
     def refused(message: str):
-        data_sets.commit_of.cache_clear()
+        data_sets.COMMITS.clear()
         expect_error(message, "01_calibrate.py", "--run", home, *options)
         assert not home.exists() or not any(home.iterdir())
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from common import cli
 from common.artifacts import read_record
 from common.data.chat import has_tokens, load_chats, load_tokenized
-from common.data.data_sets import commit_of
+from common.data.data_sets import COMMITS
 from common.data.pool import Pool, Sources, load_pool, samples_digest
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
@@ -173,7 +173,7 @@ def test_tokens_are_those_of_a_data_sets_commit(data_set, inputs, tmp_path, grou
     name, description = found()
     data_set.commit = "b" * 40
     assert found() == (name, description)
-    commit_of.cache_clear()  # another process
+    COMMITS.clear()  # another process
     other, same = found()
     assert other != name and same == description
 

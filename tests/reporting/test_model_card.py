@@ -81,14 +81,14 @@ KLS = {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
     ([{"by": "energy", "criterion": None, "merge": "closed-form", "refit": "attention", "key_context": 4096},
       KLS | {"masks": "off", "heldout_kl": 0.08, "start_heldout_task_kl": 3.4, "heldout_task_kl": 2.56},
       {"open_masks": None}],
-     {"tasks": "none", "chat": ["x/a.jsonl", "b.jsonl"], "text": ["generated:/home/me/b.txt"],
+     {"tasks": "none", "chat": ["x/a.jsonl", "hf:o/d:c"], "text": ["generated:/home/me/b.txt"],
       "teacher": "source"}, [
         ": heads grouped by energy, merged in closed form, the attention of each layer refitted to the "
         "source's, distilled from the untouched source on chats and self-generated text. 8 query",
         "Grouping: least energy lost by closed-form merging.",
         "Merging: the best shared head in closed form, keys for contexts of up to 4096 tokens, "
         "then the attention of each layer refitted to the source's.",
-        "(322,330 tokens) of chats (`a.jsonl`, `b.jsonl`), text (`generated:b.txt`); learning rate",
+        "(322,330 tokens) of chats (`a.jsonl`, `hf:o/d:c`), text (`generated:b.txt`); learning rate",
         "distilled from the untouched source", "what its source predicts: use it like the source",
         "KL to the teacher, on what was held out: on text 0.0600 before, 0.0800 after, which is no better; "
         "on questions 3.4000 before, 2.5600 after."]),

@@ -67,7 +67,7 @@ def test_metrics_follow_from_the_answers_and_are_put_into_the_card(evaluation, i
             assert measured["questions"] == len(answered) == 3
             assert measured["exact_match"] == numpy.mean([row["exact"] for row in answered])
             assert measured["likelihood"] == numpy.mean(likeliest)
-        assert figures["perplexity_tokens"] == 2 * 64
+        assert figures["perplexity_tokens"] == 2 * 63
         assert figures["heads"] == 8 and figures["kv_heads"] == {"a": 4, "b": 2}[model]
         percent = [100 * figures[name] for name in ("macro_likelihood", "macro_likelihood_stderr")]
         assert "{:.1f} ± {:.1f}".format(*percent) in output
@@ -386,7 +386,7 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, in
     monkeypatch.setattr(text, "DEMO_HOME", str(demo))
     run("07_eval.py", "--run", home, "--only", "siqa", "--limit", 1, "--sequences", 2)
     figures = results_of(home)["merged"]
-    assert figures["perplexity_tokens"] == 2 * 256
+    assert figures["perplexity_tokens"] == 2 * 255
     assert figures["perplexity_text"].startswith(f"{demo}/text/heldout.txt: packed")
     assert "(tasks, the first 1 per task)" in (home / "eval.md").read_text()
 

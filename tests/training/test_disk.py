@@ -30,7 +30,7 @@ def test_disk_is_that_of_a_run(finished_run, inputs):
         assert tensor_files(finished_run / name) == pytest.approx(expected[name], rel=HEADERS), name
     layer = finished_run / "calibration" / "layer-00000.safetensors"  # of 512 tokens, all that there are
     counted = disk.calibration_bytes(load_config(inputs["model"]), 512)
-    assert layer.stat().st_size == pytest.approx(counted, rel=HEADERS)
+    assert layer.stat().st_size == pytest.approx(counted, rel=0.01)  # a dozen tensors
     assert expected["calibration"] == 3 * disk.calibration_bytes(load_config(inputs["model"]), disk.SAMPLED)
     without = disk.disk_bytes(phases(load_config(inputs["model"]), Student(2)), 2, False, False)
     assert without["teacher"] == 0

@@ -9,7 +9,7 @@ from common.data.pool import Sources
 from common.data.tasks import TASKS, load_task, tokenize
 from common.models import load_tokenizer
 from common.training import expected
-from helpers import ROOT, expect_error, run
+from helpers import ROOT, copy_run, expect_error, run
 from training_runs import STAGE
 
 PLAN = ["--plan", "8xA100-80GB"]
@@ -28,11 +28,12 @@ def test_a_config_alone_gives_the_plan_of_a_run_with_texts(aligned_run, inputs, 
     source = inputs["text"] if text == "file" else text
     words = ["--tasks", "none", "--text", source, "--text-tokens", 20000, "--text-length", 64,
              "--heldout-sequences", 8, "--masks", "off"]  # as after this run's mean they would not be
-    of_run = costs("--run", aligned_run, *words)
+    of_run = costs("--run", copy_run(aligned_run, tmp_path / "run"), *words)  # which gets tokens
     assert len(of_run) == 7 and costs("--model", inputs["model"], "--kv-heads", 2, *words) == of_run
-    alone = tmp_path / "settings.json"
+    alone = tmp_path / "home" / "settings.json"
+    alone.parent.mkdir()
     alone.write_bytes(open(f"{inputs['model']}/config.json", "rb").read())
-    assert costs("--model", alone, "--kv-heads", 2, *words) == of_run and [*tmp_path.iterdir()] == [alone]
+    assert costs("--model", alone, "--kv-heads", 2, *words) == of_run and [*alone.parent.iterdir()] == [alone]
 
 
 def test_a_config_alone_gives_the_plan_of_a_run_with_tasks(aligned_run, inputs, monkeypatch):
@@ -60,15 +61,15 @@ def test_expected_samples_are_as_long_as_published():
 
 
 def test_expected_texts_and_chats():
-    """Of 1000 tokens from each of two sources, 10 of the text's begin a sample; chats are generated rows."""
-    sources = Sources(text=("c4", "generated"), chat=["generated"], text_length=100, text_tokens=1000,
+    """Of 9900 tokens from each of two sources; a token more begins each text, and chats are rows of 100."""
+    sources = Sources(text=("c4", "generated"), chat=["generated"], text_length=100, text_tokens=9900,
                       heldout_text="split", heldout_sequences=32, heldout_chats=32)
     pool = expected.expected_pool(sources, 1)
-    assert [len(pool.texts), len(pool.answered)] == [2000 // 99, 10]
+    assert [len(pool.texts), len(pool.answered)] == [200, 99]
     assert {len(sample) for sample in pool} == {100} and pool.answered[0].answer_tokens == 50
     heldout = expected.expected_heldout(sources, 50, 1)
     assert {name: len(samples) for name, samples in heldout.sets.items()} == {
-        "heldout": (32 + 2) / 2, "heldout_chat": 2 / 2}
+        "heldout": (32 + 10) / 2, "heldout_chat": (9 + 1) / 2}
 
 
 @pytest.mark.parametrize("words, message", [
