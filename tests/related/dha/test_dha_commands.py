@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
 
+from common.layers import Layers
 from dha_models import SMALL
 from helpers import byte_tokenizer, expect_error, recipe, run
 from related.dha import fusion, start
@@ -68,7 +69,7 @@ def test_rows_of_the_same_cache_and_tokens_are_reported(inputs, halved, tmp_path
     total, searched = steps + 4, summary_of(home / "searched")["steps_so_far"]
     expect_error("search and fusion", "related/dha/pretrain.py", "--run", home, "--steps", 4)
     expect_error("expected letters", "related/dha/pretrain.py", "--run", home, "--name", "../x")
-    merge_model(AutoModelForCausalLM.from_pretrained(inputs["model"]), 2).save_pretrained(tmp_path)
+    merge_model(Layers(inputs["model"], torch.float32, "cpu").model, 2).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     checkpoints = {"mean-pool": tmp_path, "dha": home / "fused"}
     for weights, name in start.NAMES.items():
