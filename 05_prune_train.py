@@ -279,9 +279,10 @@ def train_masked(run: TrainingRun, settings: Settings, teacher, saved: str | Non
     ends = masks.noiseless()
     run.ranks.say(f"switch  after step {until}: masks, {float(ends.mean()):.3f} on average, set to 0; "
                   f"rebuilt with {conversion.kv_heads} kv heads")
-    if ends.any():
-        run.ranks.say(f"warning: {int((ends > 0).sum())} of {ends.numel()} masks had not closed: these heads "
-                      "change at once, which the last steps may not repair; more --steps let masks close")
+    if step.metrics[OPEN_MASKS]:
+        run.ranks.say(f"warning: {step.metrics[OPEN_MASKS]} of {ends.numel()} masks had not closed: these "
+                      "heads change at once, which the last steps may not repair; more --steps let masks "
+                      "close")
     return True
 
 

@@ -7,6 +7,7 @@ import torch
 
 from common.artifacts import Claim, check_input, input_digests, read_record, verify_files
 from common.data.pool import Pool
+from common.data.sources import hub_commits
 from common.families import merged_modules
 from common.models import empty_model, load_config, source_model
 from common.records import MERGES
@@ -14,6 +15,7 @@ from common.training.heldout import Heldout
 from common.training.sharding import Execution, Ranks
 
 STAGE = "05_prune_train.py"
+HUB_COMMITS = "hub_commits"  # a setting: {data set of the hub that is trained on: its commit}
 
 
 @dataclass(frozen=True)
@@ -76,4 +78,6 @@ class TrainingRun:
     @property
     def computation(self) -> dict:
         """What must match on resume because it changes the metrics."""
-        return {"dtype": str(self.execution.compute), "attention": self.execution.attention}
+        settings = {"dtype": str(self.execution.compute), "attention": self.execution.attention}
+        commits = hub_commits([*self.started.args.text, *self.started.args.chat])
+        return settings | ({HUB_COMMITS: commits} if commits else {})

@@ -20,7 +20,7 @@ from common.families import OUTPUTS, needs_eager
 from common.models import bos_prefix, load_config, load_tokenizer
 from common.records import SOURCE
 from common.training import checkpoints, engine, hardware, plan
-from common.training.conversion import Conversion, TrainingRun
+from common.training.conversion import HUB_COMMITS, Conversion, TrainingRun
 from common.training.engine import Schedule
 from common.training.expected import expected_heldout, expected_pool
 from common.training.heldout import Heldout, heldout_texts, load_heldout
@@ -153,11 +153,14 @@ def expected(sources: Sources, args) -> tuple[Pool, Heldout]:
     return pool, expected_heldout(sources, args.heldout_every, args.bos)
 
 
-def read(sources: Sources, model: str, args, ranks) -> tuple[Pool, Heldout]:
-    """What is trained on and what is held out, tokenized for the checkpoint `model`. Raises UserError."""
+def read(sources: Sources, model: str, args, ranks, begun: dict) -> tuple[Pool, Heldout]:
+    """What is trained on and what is held out, tokenized for the checkpoint `model`. Raises UserError.
+
+    begun: the settings of the training that goes on, if one does: it reads the commits that it began with.
+    """
     context = DataContext(model, args.run, ranks.device, ranks, plan=bool(args.plan), bos=args.bos)
-    begun = os.path.exists(os.path.join(args.run, cli.named("train", args.name), checkpoints.SETTINGS))
-    if ranks.first and not begun:  # what goes on may be where there is no network
+    COMMITS.update(begun.get(HUB_COMMITS, {}))
+    if ranks.first and not begun:
         check_sources(sources.text, sources.chat)
     named = [*sources.text, *sources.chat, sources.heldout_text]
     COMMITS.update(checkpoints.of_first_rank(hub_commits(named) if ranks.first else None))
@@ -180,17 +183,18 @@ def settle(
     args = with_defaults(args, defaults, conversion, config.max_position_embeddings)
     args.bos = bool(args.bos if args.model else bos_prefix(load_tokenizer(source, args.bos)))
     sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
-    pool, heldout = expected(sources, args) if args.model else read(sources, source, args, ranks)
+    directory = os.path.join(args.run, cli.named("train", args.name))
+    teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # --force was obeyed before
+    force = args.force and not restarted
+    begun = {} if force else checkpoints.of_first_rank(settings_begun(directory, teacher))
+    pool, heldout = expected(sources, args) if args.model else read(sources, source, args, ranks, begun)
     cuda = hardware.on_gpus(args.plan, ranks)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
                           recompute=bool(args.recompute), compile=args.compile)
-    directory = os.path.join(args.run, cli.named("train", args.name))
-    teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
     run = TrainingRun(directory, teacher, conversion, pool, heldout, ranks, execution,
                       replace(started, args=args))
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # --force was obeyed before
-    force = args.force and not restarted
     has_teacher = find_teacher(run, args.teacher, force)
     schedules = make_schedules(args, defaults, conversion, pool, cuda, has_teacher)
     teacher_rates = Rates(args.teacher_lr, args.beta2, args.weight_decay)
@@ -203,14 +207,14 @@ def settle(
         rates=Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor, args.rest_lr_factor),
         teacher_rates=teacher_rates, schedule=schedules["student"], teacher_schedule=schedules.get("teacher"),
         plan=args.plan, force=force, resumed=resumed)
-    return fit(run, settings, args, cuda)
+    return fit(run, settings, args, cuda, begun)
 
 
-def fit(run: TrainingRun, settings: Settings, args, cuda: bool) -> tuple[Settings, TrainingRun]:
+def fit(run: TrainingRun, settings: Settings, args, cuda: bool, begun: dict) -> tuple[Settings, TrainingRun]:
     """Fill in, by the plan's memory, what only costs or saves it: recomputed layers where the activations do
     not fit otherwise, rows as long as a rank's share of a batch, weights gathered once a row.
 
-    A training that goes on keeps the rows that it was started with.
+    A training that goes on, whose settings `begun` are, keeps its rows.
     """
     def fits(run: TrainingRun, settings: Settings, share: float = 1) -> bool:
         return not plan.too_large(phases_of(run, settings), cluster, share)
@@ -220,16 +224,16 @@ def fit(run: TrainingRun, settings: Settings, args, cuda: bool) -> tuple[Setting
                      (("schedule", settings.schedule), ("teacher_schedule", settings.teacher_schedule))}
         return replace(settings, **schedules)
 
-    ranks, begun = run.ranks, None if settings.force else checkpoints.of_first_rank(rows_begun(run))
+    ranks, rows = run.ranks, begun.get("tokens_per_microbatch")
     cluster = hardware.parse_hardware(settings.plan) if settings.plan else hardware.cluster_of(ranks)
     counted = args.attention != "eager"  # whose matrices are not in the plan
     chooses = cuda and args.tokens_per_microbatch is None
-    if chooses and begun:
-        settings = rows_of(begun)
+    if chooses and rows:
+        settings = rows_of(rows)
     if args.recompute is None and cuda and not (counted and fits(run, settings)):
         run = replace(run, execution=replace(run.execution, recompute=True))
         ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
-    if chooses and not begun and args.attention in MASKLESS:
+    if chooses and not rows and args.attention in MASKLESS:
         share = plan.longest_share(phases_of(run, settings), cluster)
         tokens = settings.schedule.tokens_per_microbatch
         while tokens < share and fits(run, rows_of(2 * tokens)):
@@ -245,13 +249,14 @@ def fit(run: TrainingRun, settings: Settings, args, cuda: bool) -> tuple[Setting
     return settings, run
 
 
-def rows_begun(run: TrainingRun) -> int | None:
-    """Tokens in a packed row of a training of this run that was begun, the student's or the teacher's."""
-    for directory in (run.directory, f"{run.teacher}.train"):
-        path = os.path.join(directory, checkpoints.SETTINGS)
+def settings_begun(directory: str, teacher: str) -> dict:
+    """The settings of the training that was begun, the student's or the teacher's, or none. Raises UserError
+    for those that cannot be read.
+    """
+    for path in (os.path.join(home, checkpoints.SETTINGS) for home in (directory, f"{teacher}.train")):
         if os.path.exists(path):
-            return checkpoints.read_settings(path).get("tokens_per_microbatch")
-    return None
+            return checkpoints.read_settings(path)
+    return {}
 
 
 def phases_of(run: TrainingRun, settings: Settings) -> list[tuple]:

@@ -18,13 +18,14 @@ from common.models import load_config
 from common.records import SOURCE
 from common.training import checkpoints
 from common.training.attention import Trainee
-from common.training.conversion import STAGE, TrainingRun
+from common.training.conversion import HUB_COMMITS, STAGE, TrainingRun
 from common.training.engine import Job, Schedule, steps
 from common.training.plan import sft_flops
 from common.training.sharding import Execution, Ranks, build
 from common.training.students import Rates, student_optimizer
 
-ROUNDING = ("tokens_per_microbatch", "reduce", "dtype", "attention")  # settings that only round a result
+# settings that only round a result, or are told by the samples
+NOT_COMPARED = ("tokens_per_microbatch", "reduce", "dtype", "attention", HUB_COMMITS)
 
 
 def build_teacher(path: str, ranks: Ranks, execution: Execution) -> Trainee:
@@ -69,7 +70,8 @@ def check_teacher(run: TrainingRun, schedule: Schedule, rates: Rates) -> None:
     """Raise UserError if the teacher in RUN was trained with other settings."""
     settings = teacher_settings(run, schedule, rates)
     found = read_record(run.teacher, STAGE, run.conversion.model)["summary"]
-    changed = [name for name, value in settings.items() if name not in ROUNDING and found.get(name) != value]
+    changed = [name for name, value in settings.items()
+               if name not in NOT_COMPARED and found.get(name) != value]
     if changed:
         changes = ", ".join(f"{name} {found.get(name)} -> {settings[name]}" for name in changed)
         raise UserError(f"{run.teacher} was trained with other settings ({changes}): pass the same, "

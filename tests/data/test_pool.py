@@ -193,6 +193,16 @@ def test_two_ranks_train_on_a_data_set_of_the_hub_like_one(chats, data_set, tmp_
     run(STAGE, "--run-dir", two, *words, processes=2)
     assert_same_training(one, two)
     assert len(metrics(one)) == 5 and "heldout_chat_kl" in metrics(one)[-1]
+    # a training keeps the commits that it began with; another one takes the last
+    data_set.commit = "b" * 40
+    COMMITS.clear()  # another process
+    assert "is complete" in run(STAGE, "--run", one, *words).stdout
+    assert data_set.revisions == {"a" * 40}
+    COMMITS.clear()
+    run(STAGE, "--run", one, *words, "--name", "later")
+    for name, commit in (("train", "a" * 40), ("train-later", "b" * 40)):
+        settings = json.loads((one / name / "settings.json").read_text())
+        assert settings["hub_commits"] == {HUB_TEXT: commit, HUB_CHATS: commit}
 
 
 def test_a_sample_without_a_prompt_is_named_by_its_row(inputs, tmp_path, group_of_one, monkeypatch):

@@ -149,7 +149,8 @@ def fitted(monkeypatch, tmp_path, needs, *words, force=False, lengths=(500, 500)
                       Ranks(0, 8, torch.device("cpu")), Execution(recompute=bool(args.recompute)), None)
     said = []
     monkeypatch.setattr(Ranks, "say", lambda ranks, text: said.append(text))
-    chosen, run = settings.fit(run, chosen, args, cuda)
+    begun = {} if force else settings.settings_begun(run.directory, run.teacher)
+    chosen, run = settings.fit(run, chosen, args, cuda, begun)
     gathered = "once a row" if run.execution.whole else "layer by layer"
     tokens = chosen.schedule.tokens_per_microbatch
     assert said[-1:] == [f"rows    of up to {tokens} tokens, weights gathered {gathered}"] * cuda
