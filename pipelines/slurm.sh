@@ -24,11 +24,11 @@ for word; do
   [ "$word" != --force ] ||
     { echo "error: --force: expected none, as each requeue would start over, found it" >&2; exit 2; }
 done
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # a line each; the first is the head
 # 540 of the 600 seconds are for the step and the checkpoint, which all ranks complete before one exits
 PYTHON=${PYTHON:-python} srun --kill-on-bad-exit=1 bash -c 'exec "$PYTHON" -m torch.distributed.run \
   --node-rank "$SLURM_NODEID" "$@"' torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "${NPROC:-8}" \
-  --master-addr "$HEAD" --master-port "${PORT:-29500}" --shutdown-timeout 540 \
+  --master-addr "${NODES%%$'\n'*}" --master-port "${PORT:-29500}" --shutdown-timeout 540 \
   --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGUSR1 05_prune_train.py "$@" &
 STEP=$! STOPPED= CODE=0
 trap 'STOPPED=1; kill -USR1 "$STEP"' USR1

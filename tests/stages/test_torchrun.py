@@ -265,7 +265,11 @@ def test_a_signal_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_pa
 
 # what Slurm's commands do for pipelines/slurm.sh: a process a node, which get srun's signals
 STAND_INS = {
-    "scontrol": """[ "$1" = requeue ] && echo "$2" >> "$REQUEUED" || printf '%s\\n' 127.0.0.1 node-1\n""",
+    "scontrol": """if [ "$1" = requeue ]; then echo "$2" >> "$REQUEUED"; exit; fi
+echo 127.0.0.1
+sleep 0.2  # by then a reader of the first line alone is gone
+echo node-1
+""",
     "srun": """shift  # --kill-on-bad-exit
 pids=()
 for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do SLURM_NODEID=$node "$@" & pids+=($!); done
