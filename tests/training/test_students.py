@@ -9,6 +9,7 @@ import torch
 from common.data.pool import Pool
 from common.errors import UserError
 from common.method import masks, released_masks
+from common.metrics import OPEN_MASKS
 from common.training import checkpoints, students
 from common.training.attention import Trainee
 from common.training.conversion import TrainingRun
@@ -60,7 +61,7 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
         jobs.append(job)
         assert (schedule, samples) == (SCHEDULE, run.pool) and until in (None, switch_step(SCHEDULE.steps))
         job.stopped = not until
-        yield SimpleNamespace(number=0, schedule=schedule)
+        yield SimpleNamespace(number=0, schedule=schedule, metrics={OPEN_MASKS: 0})
 
     monkeypatch.setattr(stage5, "steps", one_step)
     monkeypatch.setattr(stage5, "masked_step", lambda step, masks, *others: trained.append(masks))
