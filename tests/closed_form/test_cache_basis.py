@@ -49,8 +49,11 @@ def watched(model) -> list[CacheSamples]:
     return samples
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type, options", FAMILIES, ids=[name for name, _ in FAMILIES])
+@pytest.mark.parametrize("model_type, options, layout", [
+    pytest.param(name, options, layout, id=f"{name}-{layout}",
+                 marks=[pytest.mark.slow] * (name != "llama" and layout != "rotated"))
+    for name, options in FAMILIES for layout in LAYOUTS
+])
 def test_the_model_stays_and_a_four_bit_cache_loses_less(model_type, options, layout):
     model = uneven_model(model_type, **options)
     changed, samples = copy.deepcopy(model), watched(model)

@@ -321,12 +321,19 @@ def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
     assert planned.stdout.count(": complete") == 2 and (run / "merged").is_dir()
 
 
-@pytest.mark.slow
-def test_convert_end_to_end_on_text_of_its_own(tmp_path):
-    run = tmp_path / "a run"
-    settings = {"MODEL": save_tiny(tmp_path / "model", head_dim=32), "RUN": run, "KV_HEADS": 2,
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Settings of convert.sh for a small model, and its first run with them."""
+    home = tmp_path_factory.mktemp("converted")
+    settings = {"MODEL": save_tiny(home / "model", head_dim=32), "RUN": home / "a run", "KV_HEADS": 2,
                 "SEQUENCES": 8, "LENGTH": 64, "TOKENS": 6000}
-    done = recipe("convert.sh", **settings)
+    return settings, recipe("convert.sh", **settings)
+
+
+@pytest.mark.slow
+def test_convert_end_to_end_on_text_of_its_own(converted):
+    settings, done = converted
+    run = settings["RUN"]
     assert done.returncode == 0, done.stdout + done.stderr
     table = (run / "eval.md").read_text()
     assert "| gqa              | q4_0 " in table and "KL, rotated" in (run / "gqa/README.md").read_text()
@@ -338,8 +345,12 @@ def test_convert_end_to_end_on_text_of_its_own(tmp_path):
     made = times(run)
     again = recipe("convert.sh", **settings)
     assert again.stdout.endswith(table) and "is complete" in again.stdout and times(run) == made
+
+
+@pytest.mark.slow
+def test_convert_answers_other_prompts_with_the_same_models(converted, tmp_path):
     (tmp_path / "prompts.txt").write_text("Who?\n")
-    other = recipe("convert.sh", PROMPTS=tmp_path / "prompts.txt", **settings)
+    other = recipe("convert.sh", PROMPTS=tmp_path / "prompts.txt", **converted[0])
     assert "Who?" in other.stdout and "What is the capital" not in other.stdout
 
 
