@@ -5,7 +5,7 @@
 # make test          set up, run the quick tests (four minutes on two idle cores)
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
 # make test-release  the demo, the recipes and llama.cpp: tests that take minutes each
-# make gpu           what needs a GPU: tests, benchmarks, bench/RESULTS-<GPU>.md; .venv only if it is there
+# make gpu           what needs a GPU: tests, benchmarks, bench/RESULTS-<GPU>.md; pipelines/gpu.sh has more
 # make mutants       check that the tests notice faults in the code, one at a time (days)
 # make lint          ruff
 PYTHON ?= python3

@@ -20,7 +20,7 @@ from bench.machine import machine, named_directories, standard_error
 from common.cli import Parser, positive, run_stage
 from common.evaluate import complete, prompt_ids
 from common.files import write_text
-from common.models import load_model, load_tokenizer
+from common.models import load_model, load_tokenizer, pick_device
 from common.reporting.tables import markdown_table, markdown_text
 
 QUESTIONS = Path(__file__).with_name("questions.txt")  # QUESTION | WORD / WORD
@@ -75,9 +75,9 @@ def side_by_side(questions: dict[str, list[str]], answers: dict[str, list[str]])
 def main():
     args = parse()
     directories, questions = named_directories(args.models), read_questions()
-    answers, right = {}, {}
+    answers, right, device = {}, {}, pick_device("auto")
     for name, path in directories.items():
-        tokenizer, model = load_tokenizer(path), load_model(path, getattr(torch, args.dtype))
+        tokenizer, model = load_tokenizer(path), load_model(path, getattr(torch, args.dtype), device)
         prompts = prompt_ids(list(questions), tokenizer)
         answers[name] = complete(model, tokenizer, prompts, args.tokens, args.batch)
         right[name] = [is_right(*pair) for pair in zip(answers[name], questions.values(), strict=True)]
@@ -85,7 +85,7 @@ def main():
     write_text(os.path.join(args.out, "answers.md"), f"{text}\n{side_by_side(questions, answers)}")
     print(text)
     shares = {name: statistics.mean(ours) for name, ours in right.items()}
-    print(json.dumps({"right": shares, "settings": vars(args), "machine": machine("cpu")}))
+    print(json.dumps({"right": shares, "settings": vars(args), "machine": machine(device)}))
 
 
 if __name__ == "__main__":

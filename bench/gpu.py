@@ -2,10 +2,12 @@
 
     python -m bench.gpu check              # the GPU in one line; without one, an error and exit code 2
     python -m bench.gpu report runs/gpu    # bench/RESULTS-<GPU>.md and runs/gpu/results.json from the logs
+    PART=7b python -m bench.gpu report runs/gpu-7b          # of another part: bench/RESULTS-<GPU>-7b.md
     GPU_TESTS_ON=cpu python -m bench.gpu report runs/gpu    # of the same on a CPU: runs/gpu/report.md
 
 Exits with 1 if a row failed. The report has ratios measured side by side in one run, model FLOPs utilization
-(MFU), and the memory and time that 05_prune_train.py --plan expects against what was measured.
+(MFU), the memory and time that 05_prune_train.py --plan expects against what was measured, and of stages and
+pipelines what they print last.
 """
 
 import json
@@ -28,8 +30,9 @@ from common.reporting.tables import markdown_table
 TIMED_OUT = (124, 137)  # exit codes of timeout(1)
 LEFT_OUT = -1  # of a row that had no time to begin
 ON_CPU = os.environ.get("GPU_TESTS_ON") == "cpu"
-LAST_LINES = 30  # of a failed row's log
-TESTS = "tests"  # the row of the GPU tests
+LAST_LINES = 80  # of a log in the report
+TESTS = "tests"  # the part of gpu.sh that make gpu runs, and its row of the GPU tests
+PART = os.environ.get("PART", TESTS)
 STEPS = {  # measured by bench/train_step.py -> its name in the report
     "tokens_per_s": "tokens/s", "mfu": "MFU", "step_over_floor": "step over floor",
     "gqa_step_over_floor": "after the switch to GQA", "packed_over_single": "packed over single",
@@ -45,8 +48,14 @@ class Row:
     name: str
     code: int
     seconds: int
+    mib: int  # of the first GPU's memory, at most; 0 if that is unknown
     command: str
     log: list[str]  # lines
+
+    @property
+    def runner(self) -> str:
+        """What ran the command."""
+        return "bash" if self.command.startswith("pipelines/") else "python"
 
     @property
     def verdict(self) -> str:
@@ -64,13 +73,18 @@ class Row:
         return values if isinstance(values, dict) and self.code == 0 else {}
 
     @property
+    def scalars(self) -> dict:
+        """What was measured in one number each."""
+        return {name: value for name, value in self.measured.items() if isinstance(value, int | float)}
+
+    @property
     def summary(self) -> str:
         """The verdict, with pytest's counts."""
         counted = self.name == TESTS and self.log and re.search(r"\d+ \w+.* in [\d.]+s", self.log[-1])
         return f"{self.verdict}: {counted[0]}" if counted else self.verdict
 
     @property
-    def failure(self) -> str:
+    def ending(self) -> str:
         """The verdict and the last lines of the log, as Markdown: pytest's name what failed or ran last."""
         lines = [f"    {line[:200]}".rstrip() for line in self.log[-LAST_LINES:]]
         return "\n\n".join([f"### {self.name}: {self.verdict}", "\n".join(lines)]).rstrip()
@@ -81,10 +95,10 @@ def read_rows(directory: str) -> list[Row]:
     rows = []
     with open(os.path.join(directory, "rows.tsv"), encoding="utf-8") as file:
         for line in file:
-            name, code, seconds, command = line.rstrip("\n").split("\t")
+            name, code, seconds, mib, command = line.rstrip("\n").split("\t")
             with open(os.path.join(directory, f"{name}.log"), encoding="utf-8", errors="replace") as log:
                 code = LEFT_OUT if code == "left-out" else int(code)
-                rows.append(Row(name, code, int(seconds), command, log.read().splitlines()))
+                rows.append(Row(name, code, int(seconds), int(mib), command, log.read().splitlines()))
     return rows
 
 
@@ -136,9 +150,8 @@ def step_tables(rows: list[Row]) -> str:
 
 def table(row: Row) -> str:
     """Another benchmark: its scalars, one a line, and the cells of bench/decode.py."""
-    scalars = [(name, number(value)) for name, value in row.measured.items()
-               if isinstance(value, int | float)]
     module = " ".join(row.command.split()[:2])
+    scalars = [(name, number(value)) for name, value in row.scalars.items()]
     parts = [f"## {row.name}: `python {module}`", markdown_table(("", ""), scalars)]
     cells = [(cell["context"], cell["batch"], number(cell["prefill_speedup"]), number(cell["decode_speedup"]))
              for cell in row.measured.get("cells", [])]
@@ -160,16 +173,19 @@ def untested(rows: list[Row]) -> str:
 
 def write_report(directory: str, machine: dict[str, str], rows: list[Row]) -> str:
     """The report as Markdown. Also writes results.json to the directory of the logs."""
-    results = {row.name: {"code": row.code, "seconds": row.seconds, "command": row.command,
+    results = {row.name: {"code": row.code, "seconds": row.seconds, "mib": row.mib, "command": row.command,
                           "result": row.summary, "measured": row.measured} for row in rows}
     write_json(os.path.join(directory, "results.json"), {"machine": machine, "rows": results})
     software = "; ".join(f"{name} {value}" for name, value in machine.items() if name != "GPU")
-    failures = [row.failure for row in rows if row.code not in (0, LEFT_OUT)]
-    parts = [f"# Measured on {machine['GPU']}", f"Written by `make gpu`. {software}.",
-             markdown_table(("row", "result", "seconds"), [(r.name, r.summary, r.seconds) for r in rows]),
+    failures = [row.ending for row in rows if row.code not in (0, LEFT_OUT)]
+    printed = [row.ending for row in rows if row.code == 0 and not row.scalars and row.name != TESTS]
+    parts = [f"# Measured on {machine['GPU']}", f"Written by `pipelines/gpu.sh {PART}`. {software}.",
+             markdown_table(("row", "result", "seconds", "GiB of the GPU"),
+                            [(r.name, r.summary, r.seconds, number(r.mib / 1024 or None)) for r in rows]),
              untested(rows), "## Failures", *(failures or ["None."]), step_tables(rows),
-             *(table(row) for row in rows if row.measured and "step_over_floor" not in row.measured),
-             "## Commands", "\n".join(f"    python {row.command}" for row in rows)]
+             *(table(row) for row in rows if row.scalars and "step_over_floor" not in row.scalars),
+             *(["## What was printed last", *printed] if printed else []),
+             "## Commands", "\n".join(f"    {row.runner} {row.command}" for row in rows)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -182,7 +198,8 @@ def main() -> int:
     directory, machine = sys.argv[2], describe()
     rows, path = read_rows(directory), os.path.join(directory, "report.md")
     if not ON_CPU:
-        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"RESULTS-{device_slug()}.md")
+        name = device_slug() + f"-{PART}" * (PART != TESTS)
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"RESULTS-{name}.md")
     write_text(path, write_report(directory, machine, rows))
     for row in rows:
         print(f"{row.name:10s} {row.seconds:4d} s  {row.summary}")

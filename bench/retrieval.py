@@ -22,7 +22,7 @@ from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
 from common.errors import UserError
 from common.files import write_text
-from common.models import load_config, load_model, load_tokenizer
+from common.models import load_config, load_model, load_tokenizer, pick_device
 from common.progress import Progress
 from common.reporting.tables import markdown_table
 
@@ -83,7 +83,7 @@ def measure(path: str, dtype: torch.dtype, texts: dict) -> dict:
 
     texts: {(keys, length, depth): [(row, answer), ...]}.
     """
-    model = load_model(path, dtype)
+    model = load_model(path, dtype, pick_device("auto"))
     bar = Progress(texts.items(), desc=path, unit="place", leave=False)
     return {place: statistics.mean(recalls(model, *text) for text in samples) for place, samples in bar}
 
@@ -124,7 +124,7 @@ def main():
     by_depth = {f"{name}, {keys}": {length: [shares[keys, length, depth] for depth in DEPTHS]
                                     for length in lengths}
                 for name, shares in recalled.items() for keys in KEYS}
-    print(json.dumps({"recalled": by_depth, "settings": vars(args), "machine": machine("cpu")}))
+    print(json.dumps({"recalled": by_depth, "settings": vars(args), "machine": machine(pick_device("auto"))}))
 
 
 if __name__ == "__main__":

@@ -174,7 +174,9 @@ DAMAGES = {  # -> the rows that it turns off
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [
+    name if name in ("Grams of keys", "a value head") else pytest.param(name, marks=pytest.mark.slow)
+    for name in DAMAGES])
 def test_what_is_not_as_computed_is_named(aligned_run, tmp_path, monkeypatch, damage):
     monkeypatch.setattr(audit_training, "step_rows", lambda run: ())  # which read none of it
     home, (change, titles) = copy_run(aligned_run, tmp_path / "run"), DAMAGES[damage]

@@ -24,7 +24,7 @@ CELLS = [{"context": 2048, "batch": 16, "prefill_speedup": 1.1, "decode_speedup"
 
 
 def row(name: str, code: int = 0, measured: dict | None = None, log=()) -> Row:
-    return Row(name, code, 7, f"-m bench.{name}", [*log, *([json.dumps(measured)] if measured else [])])
+    return Row(name, code, 7, 1536, f"-m bench.{name}", [*log, *([json.dumps(measured)] if measured else [])])
 
 
 @pytest.fixture
@@ -47,16 +47,16 @@ def test_without_a_package_there_is_one_line_and_exit_code_2(tmp_path):
 
 @pytest.fixture
 def pretended(tmp_path):
-    """pretended(SETTINGS): the script's rows with an interpreter that fails in the decode row alone."""
+    """pretended(PART, SETTINGS): the script's rows with an interpreter that fails in the decode row alone."""
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\ncase "$*" in *bench.decode*) echo no; exit 3;; *report*) exit 1;; esac\n'
                       'echo "$*"\n')
     python.chmod(0o755)
     out = tmp_path / "an out [1]"
 
-    def run(**settings) -> tuple[int, list[Row]]:
-        code = recipe("gpu.sh", PYTHON=str(python), OUT=str(out), **settings).returncode
-        return code, gpu.read_rows(str(out))
+    def run(*part, **settings) -> tuple[int, list[Row]]:
+        settings |= {"PYTHON": python, "OUT": out, "WORK": tmp_path / "work"}
+        return recipe("gpu.sh", *part, **settings).returncode, gpu.read_rows(str(out))
 
     return run
 
@@ -90,29 +90,50 @@ def test_a_failure_does_not_stop_the_rows_after_it(pretended):
 
 def test_the_limits_of_all_rows_sum_to_the_time_for_all():
     text = (ROOT / "pipelines" / "gpu.sh").read_text()
-    limits = [int(seconds) for seconds in re.findall(r"^row \S+ +(\d+) ", text, re.MULTILINE)]
+    part = text.partition("\ntests() {")[2].partition("\n}\n")[0]
+    limits = [int(seconds) for seconds in re.findall(r"^ +row \S+ +(\d+) ", part, re.MULTILINE)]
     start_and_report = 20
     whole = int(re.search(r"LIMIT=\${LIMIT:-(\d+)}", text)[1])
     assert len(limits) == 12 and sum(limits) + start_and_report <= whole
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_every_row_has_flags_that_its_benchmark_takes(pretended, monkeypatch, device):
-    _, rows = pretended(**({"GPU_TESTS_ON": "cpu"} if device == "cpu" else {}))
+@pytest.mark.parametrize("part, count", [("tests", 12), ("record", 4), ("refit", None), ("7b", 7),
+                                         ("7b-layerwise", 7), ("7b-refit", 4), ("7b-train", 7)])
+def test_every_row_has_flags_that_its_benchmark_or_stage_takes(pretended, monkeypatch, part, count, device):
+    settings = {"MODEL": "demo", "KV_HEADS": 2} if part in ("record", "refit") else {}
+    _, rows = pretended(part, **settings, **({"GPU_TESTS_ON": "cpu"} if device == "cpu" else {}))
+    assert len(rows) == (count or {"cuda": 6, "cpu": 4}[device])
     for row in rows:
-        words = shlex.split(row.command)
-        assert words[0] == "-m"
-        if not words[1].startswith("bench."):
+        words = shlex.split(row.command.removeprefix("-m "))
+        if words[0] == "pytest" or row.runner == "bash":
             continue
-        module = importlib.import_module(words[1])
-        monkeypatch.setattr(sys, "argv", [words[1], *words[2:]])
-        assert module.parse().device == device
+        module = importlib.import_module(words[0].removesuffix(".py"))
+        monkeypatch.setattr(sys, "argv", words)
+        args = module.parse()
+        assert not row.command.startswith("-m") or getattr(args, "device", device) == device
+
+
+def test_a_part_needs_its_name_and_its_model(tmp_path):
+    for part, found in (("8b", "found 8b\n"), ("record", "found none\n")):
+        done = recipe("gpu.sh", part, OUT=tmp_path / "out", MODEL="")
+        assert done.returncode == 2 and done.stderr.endswith(found) and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_part_of_7b_keeps_no_checkpoints_of_the_others(pretended, tmp_path):
+    for name in ("7b/merged", "7b/calibration", "7b-refit/merged", "record/train"):
+        (tmp_path / "work" / name).mkdir(parents=True)
+    pretended("7b-refit")
+    assert sorted(os.listdir(tmp_path / "work" / "7b")) == ["calibration"]
+    assert os.listdir(tmp_path / "work" / "7b-refit") == ["merged"]
+    assert os.listdir(tmp_path / "work" / "record") == ["train"]
 
 
 def test_the_verdict_of_a_row_and_what_it_measured():
     assert row("tests", 1, log=LOG).summary == "failed, exit code 1: 1 failed, 1 passed, 1 skipped in 83.24s"
     hanging = row("tests", 124, log=["tests/test_gpu.py::test_b"])
-    assert hanging.summary == "out of time" and hanging.failure.endswith("    tests/test_gpu.py::test_b")
+    assert hanging.summary == "out of time" and hanging.ending.endswith("    tests/test_gpu.py::test_b")
     assert row("loss", log=["reads", '{"a": 1}']).measured == {"a": 1}
     assert row("loss", 1, measured={"a": 1}).measured == {}
     assert row("loss", log=["no JSON"]).measured == row("loss", log=["3"]).measured == {}
@@ -123,19 +144,21 @@ def test_the_report_names_failures_and_compares_the_plan(tmp_path, machine):
             row("step-7b", 1, log=[*map(str, range(100)), "OutOfMemoryError: CUDA"]),
             row("transform", measured={"calibrate_over_forward": 1.08, "settings": {}}),
             row("decode", measured={"kv_bytes_ratio": 4.0, "cells": CELLS}),
-            row("loss", measured={"loss_time_ratio": 0.61234}), row("compiled", gpu.LEFT_OUT)]
+            row("loss", measured={"loss_time_ratio": 0.61234}), row("compiled", gpu.LEFT_OUT),
+            row("align", log=["04_align: 3 s"])]
     text = gpu.write_report(str(tmp_path), machine, rows)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert lines[0] == ["# Measured on 8 x NVIDIA A100-SXM4-80GB, 79 GiB"]
     assert "torch 2.11.0; Python 3.11." in text
-    assert ["step-7b", "failed, exit code 1", "7"] in lines
+    assert ["step-7b", "failed, exit code 1", "7", "1.5"] in lines
+    assert "### align: passed\n\n    04_align: 3 s\n" in text and "### loss" not in text
     assert "### tests: failed, exit code 1\n\n    tests/stages" in text and f"    {LOG[1]}\n" in text
-    assert "### step-7b: failed, exit code 1\n\n    71\n" in text and "    OutOfMemoryError: CUDA\n" in text
+    assert "### step-7b: failed, exit code 1\n\n    21\n" in text and "    OutOfMemoryError: CUDA\n" in text
     assert ["step-1.3b", "31234", "0.4512", "1.04", "0.98", "6", "23.5", "24", "1"] in lines
     assert ["step-1.3b", "GiB", "22", "20", "+10.0%"] in lines
     assert ["step-1.3b", "seconds per step", "0.45", "0.5", "-10.0%"] in lines
     assert ["calibrate_over_forward", "1.08"] in lines and "No time was left for compiled." in text
-    assert "### compiled" not in text and ["compiled", "left out", "7"] in lines
+    assert "### compiled" not in text and ["compiled", "left out", "7", "1.5"] in lines
     assert ["2048", "16", "1.1", "2.5"] in lines and ["loss_time_ratio", "0.6123"] in lines
     assert "    python -m bench.step-7b\n" in text and "None." not in text
     results = json.loads((tmp_path / "results.json").read_text())
@@ -149,11 +172,14 @@ def test_the_report_is_named_for_the_gpus_and_fails_with_a_row(tmp_path, machine
     assert gpu.main() == 0
     assert capsys.readouterr().out == "; ".join(map(" ".join, machine.items())) + "\n"
     monkeypatch.setattr(sys, "argv", ["gpu", "report", str(tmp_path)])
-    (tmp_path / "rows.tsv").write_text(f"loss\t0\t1\t-m bench.loss\ndecode\t{code}\t2\t-m bench.decode\n")
+    rows = f"loss\t0\t1\t0\t-m bench.loss\ndecode\t{code}\t2\t9\t-m bench.decode\n"
+    (tmp_path / "rows.tsv").write_text(rows)
     for name in ("loss", "decode"):
         (tmp_path / f"{name}.log").write_bytes(b"\xff")  # cut by a time limit
     assert gpu.main() == code
     assert (tmp_path / "RESULTS-8xA100-SXM4-80GB.md").read_text().startswith("# Measured on 8 x NVIDIA A100")
+    monkeypatch.setattr(gpu, "PART", "7b")
+    assert gpu.main() == code and (tmp_path / "RESULTS-8xA100-SXM4-80GB-7b.md").exists()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert gpu.device_slug() == "H200"

@@ -55,6 +55,7 @@ def test_every_command_says_a_mistake_on_one_line(command):
     assert "--bogus" in done.stderr or "required" in done.stderr or "part: invalid choice" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_command_imports_nothing_from_the_working_directory(tmp_path):
     for name in ("common", "torch", "report"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('executed')")

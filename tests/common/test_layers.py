@@ -171,6 +171,7 @@ def memory_of_layers(path: str) -> list[float]:
     return [*held, resident()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
 def test_freed_memory_goes_back_to_the_system(tmp_path):
     """By default glibc keeps blocks of up to 32 MiB behind one that is in use. In a process of its own: what

@@ -255,10 +255,8 @@ def test_a_conversion_takes_the_calibration_of_another(recorded, tmp_path):
     assert after("--calibration", merge) == after("--calibration", commands[-3]) == f"{other}/calibration"
 
 
-@pytest.mark.parametrize("settings", [
-    {"PLAN": "8xA100"}, pytest.param({"FLAGS": "--lrr 1"}, marks=pytest.mark.slow),
-    pytest.param({"ONLY": "piqqa"}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"PLAN": "8xA100"}, {"FLAGS": "--lrr 1"}, {"ONLY": "piqqa"}])
 def test_flags_of_stages_are_parsed_before_any_stage_runs(tmp_path, settings):
     done = recipe("convert.sh", MODEL=tmp_path / "none", RUN=tmp_path / "run", **settings)
     assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
@@ -342,13 +340,15 @@ def test_convert_end_to_end_on_text_of_its_own(converted):
     assert len(spent) > 3 and all((Path.cwd() / f"{name}.py").exists() for name, _ in spent)
     assert 90 < sum(int(share) for _, share in spent) <= 100
     assert done.stdout.endswith(table) and "top-1 agreement" in table and "What is the capital" in table
-    made = times(run)
-    again = recipe("convert.sh", **settings)
-    assert again.stdout.endswith(table) and "is complete" in again.stdout and times(run) == made
 
 
 @pytest.mark.slow
-def test_convert_answers_other_prompts_with_the_same_models(converted, tmp_path):
+def test_convert_makes_nothing_again_and_answers_other_prompts_with_the_same_models(converted, tmp_path):
+    run = converted[0]["RUN"]
+    made = times(run)
+    again = recipe("convert.sh", **converted[0])
+    assert again.stdout.endswith((run / "eval.md").read_text()) and "is complete" in again.stdout
+    assert times(run) == made
     (tmp_path / "prompts.txt").write_text("Who?\n")
     other = recipe("convert.sh", PROMPTS=tmp_path / "prompts.txt", **converted[0])
     assert "Who?" in other.stdout and "What is the capital" not in other.stdout

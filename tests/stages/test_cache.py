@@ -56,6 +56,7 @@ def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs
     assert "- Basis:" not in cards[1]
 
 
+@pytest.mark.slow
 def test_numbers_of_heads_are_compared_on_text_that_the_calibration_has_not_read(wide_run, inputs, tmp_path):
     """By 04_align.py's own figures of the same tokens."""
     for name in ("kv2", "kv1"):
