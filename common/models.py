@@ -184,16 +184,18 @@ def kept_tensors(module, name: str = "") -> dict[str, torch.Tensor]:
     return {prefix + name: tensor.detach() for name, tensor in kept.items()}
 
 
-def empty_model(path: str, config, dtype: torch.dtype, device: str = "cpu"):
+def empty_model(path: str, config, dtype: torch.dtype, device: str = "cpu", attention: str | None = None):
     """The model of a copy of a config, without memory for its parameters. path: of the config; device: of its
-    buffers.
+    buffers; attention: transformers' name of another function than the config's.
     """
     try:
         with parameters_on_meta():
             config = copy.deepcopy(config)  # which gets this dtype
             if dtype == torch.float64:  # which grouped products do not take
                 config._experts_implementation = "eager"
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+            options = {"attn_implementation": attention} if attention else {}
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False, **options).eval()
     except Exception as error:  # whatever a value means to transformers that it cannot use
         raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
                         f"{first_line(error)}") from error

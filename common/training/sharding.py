@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.models import empty_model, kept_tensors
+from common.models import empty_model, kept_tensors, materialize
 from common.training.attention import Trainee
 from common.weights import TensorNames, shape_of
 
@@ -197,22 +196,19 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
     parameters stay uninitialized until checkpoints.load. prepare(model) changes the modules before sharding.
     replicated: name -> initial value of each parameter that every rank holds unsharded.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=execution.weights, attn_implementation=execution.attention, trust_remote_code=False
-        )
-        if prepare:
+    model = empty_model("", config, execution.weights, ranks.device, execution.attention)
+    if prepare:
+        with torch.device("meta"):
             prepare(model)
     trainee = Trainee(model, replicated)
     alone = execution.whole and ranks.world == 1
     if not alone:
         shard(trainee, ranks, execution)
-    trainee.to_empty(device=ranks.device)
+    materialize(trainee, ranks.device)
     model.tie_weights()
     with torch.no_grad():
         for name, start in (replicated or {}).items():
-            trainee.replicated[name].copy_(start)  # to_empty discarded these, too
-    take_buffers(model, empty_model("", config, execution.weights, ranks.device))
+            trainee.replicated[name].copy_(start)  # materialize discarded these, too
     if sources:
         load_rows(model, sources)
     if execution.recompute:
@@ -222,13 +218,6 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
     if alone:
         compute_in(trainee, execution.compute)
     return trainee.train()
-
-
-def take_buffers(model, skeleton) -> None:
-    """Give a model the buffers of another one of its config: what to_empty discards."""
-    for path, part in skeleton.named_modules():
-        for name, buffer in part._buffers.items():
-            model.get_submodule(path)._buffers[name] = buffer
 
 
 def shard(trainee: Trainee, ranks: Ranks, execution: Execution) -> None:

@@ -39,11 +39,10 @@ def masked_student(conversion: Conversion, ranks: Ranks, execution: Execution, k
     """
     shape = conversion.model["layers"], conversion.model["kv_heads"]
     config = load_config(conversion.aligned)
-    stored = config.dtype  # which build() changes
 
     def prepare(model) -> None:
         masks.patch(model, conversion.kv_heads, conversion.blended)
-        freeze(model, train, stored)
+        freeze(model, train, config.dtype)
 
     student = build(
         config, ranks, execution,
@@ -60,9 +59,8 @@ def gqa_student(conversion: Conversion, ranks: Ranks, execution: Execution, fres
                 train: str = "all") -> Trainee:
     """The GQA student, from merged/ or from an exported student. fresh, train: as for masked_student."""
     config = load_config(conversion.merged)
-    stored = config.dtype  # which build() changes
     sources = (lambda name: (conversion.exported or conversion.merged, name)) if fresh else None
-    return build(config, ranks, execution, sources, lambda model: freeze(model, train, stored))
+    return build(config, ranks, execution, sources, lambda model: freeze(model, train, config.dtype))
 
 
 def freeze(model, train: str, stored: torch.dtype | None) -> None:

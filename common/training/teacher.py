@@ -14,7 +14,7 @@ from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.losses import next_token_loss
 from common.metrics import METRICS, read_metrics, summarize
-from common.models import load_config
+from common.models import load_config, weight_dtype
 from common.records import SOURCE
 from common.training import checkpoints
 from common.training.attention import Trainee
@@ -108,13 +108,12 @@ def write_teacher(run: TrainingRun, directory: str, settings: dict) -> None:
     """Write teacher/ from the last checkpoint in `directory`, then remove that directory."""
     source = run.conversion.model["path"]
     config = load_config(source)
-    dtype = config.dtype or torch.float32  # before Layers, which changes the config's
     weights = checkpoints.TrainedWeights(checkpoints.saved_checkpoints(directory)[-1])
     layers = Layers(weights.path, torch.float32, "cpu", layerwise=True, config=config, weights=weights)
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = settings | summarize(lines)
     with write_directory(run.teacher) as aside:
-        with CheckpointWriter(aside, config, dtype, source) as writer:
+        with CheckpointWriter(aside, config, weight_dtype("source", config), source) as writer:
             for index, layer in enumerate(layers.decoder_layers()):
                 writer.write(f"model.layers.{index}", layer)
             writer.write_rest(layers)
