@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from common import artifacts
 from common.calibration import Calibration
-from common.cli import device, non_negative, positive, run_stage, stage_parser
+from common.cli import device, positive, run_stage, stage_parser
 from common.closed_form.layer import score_pairs
 from common.errors import UserError
 from common.families import key_context
@@ -44,20 +44,8 @@ def parse():
                         help="also score what closed-form merging loses (slow with many heads)")
     parser.add_argument("--key-context", type=positive,
                         help="tokens over which energy merges keys, as in 04_align.py")
-    parser.add_argument("--layers-drawn", type=non_negative, nargs="+", metavar="LAYER",
-                        help="layers to plot (default: four, evenly spaced)")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
     return parser.parse_args()
-
-
-def choose_layers(requested: list[int] | None, layers: int) -> list[int]:
-    """Layers to plot: the requested ones, or four evenly spaced. Raises UserError for one out of range."""
-    if requested is None:
-        return plots.spaced_layers(layers)
-    for layer in requested:
-        if layer >= layers:
-            raise UserError(f"--layers-drawn: expected layers from 0 to {layers - 1}, found {layer}")
-    return requested
 
 
 def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
@@ -75,9 +63,10 @@ def print_means(means: dict[str, torch.Tensor], layers: int) -> None:
               f"{-float(means['energy'].mean()):.4f}")
 
 
-def draw_similarity(directory: str, similarity: dict[str, torch.Tensor], drawn: list[int]) -> None:
-    """similarity.png, of the layers `drawn`, and pairs.png, of all."""
+def draw_similarity(directory: str, similarity: dict[str, torch.Tensor]) -> None:
+    """similarity.png, of evenly spaced layers, and pairs.png, of all."""
     rows, cosines = {}, {"keys": {}, "values": {}}
+    drawn = plots.spaced_layers(len(similarity[f"{COLUMNS[0]}.after"]))
     for head in ("key", "value"):
         for when in ("before", "after"):
             matrices = similarity[f"{head}.cos.{when}"]
@@ -100,7 +89,6 @@ def main():
                               inputs=artifacts.input_digests(args.run, [source]))
     calibration = Calibration(source)
     model = calibration.model
-    drawn = choose_layers(args.layers_drawn, model["layers"])
     context = key_context(args.key_context, calibration.summary["positions"])
     compute_device = pick_device(args.device)
     print(f"reads   {source}: {model['path']}, {calibration.summary['tokens']} tokens")
@@ -114,7 +102,7 @@ def main():
     summary = {name: round(float(mean.mean()), 6) for name, mean in means.items()}
     with artifacts.write_beside(output) as aside:
         save_file(similarity, os.path.join(aside, TENSORS))
-        draw_similarity(aside, similarity, drawn)
+        draw_similarity(aside, similarity)
         artifacts.write_record(aside, started.record(model, summary), os.path.basename(output))
     print(f"wrote   {os.path.join(args.run, TENSORS)}")
     print(f"02_similarity: mean cosine between heads, "

@@ -317,10 +317,8 @@ def free_name(path: str, kind: str = "old") -> str:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def move_aside(path: str, kind: str = "old") -> str | None:
-    """Rename a path to its free_name and return that; None if the path does not exist."""
-    if not os.path.lexists(path):
-        return None
+def move_aside(path: str, kind: str = "old") -> str:
+    """Rename a path to its free_name and return that."""
     free = free_name(path, kind)
     os.rename(path, free)
     return free

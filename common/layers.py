@@ -15,10 +15,11 @@ import tempfile
 import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from transformers.core_model_loading import revert_weight_conversion
 
 from common import families, models, proof, sidecars
 from common.forward import embedded, logits_of, run_layer
-from common.weights import StoredWeights, as_stored_by, check_finite, check_names, check_tied
+from common.weights import StoredWeights, check_finite, check_names, check_tied
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 SHARD_SIZE = "50GB"  # the most a weight file holds: the default of transformers' save_pretrained
@@ -207,7 +208,7 @@ class CheckpointWriter:
         model = models.empty_model(source, config, dtype)
         self.config = model.config
         self.config.architectures = [type(model).__name__]
-        self.model, self.tensors = model, as_stored_by(model, models.kept_tensors(model))
+        self.model, self.tensors = model, revert_weight_conversion(model, models.kept_tensors(model))
         self.places: dict[str, tuple[str, int]] = {}  # of each tensor: file, offset
         self.written: set[str] = set()
 
@@ -246,7 +247,7 @@ class CheckpointWriter:
 
         Tied parameters are written once. Raises ValueError for a shape that does not match the config.
         """
-        for key, tensor in as_stored_by(self.model, models.kept_tensors(module, name)).items():
+        for key, tensor in revert_weight_conversion(self.model, models.kept_tensors(module, name)).items():
             if key not in self.tensors:  # tied to a parameter with another name
                 continue
             expected = self.tensors[key]

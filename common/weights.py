@@ -16,7 +16,6 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
-    revert_weight_conversion,
 )
 
 from common.errors import UserError
@@ -182,11 +181,6 @@ def convert(converter: WeightConverter, name: str, parts: list[tuple[str, str]],
         converter.add_tensor(name, key, pattern, stored[key][...])
     made = converter.convert(name, model=model, config=model.config)
     return {target: tensor[0] if isinstance(tensor, list) else tensor for target, tensor in made.items()}
-
-
-def as_stored_by(model, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's tensors by name -> as transformers stores them: the inverse of TensorNames."""
-    return revert_weight_conversion(model, tensors)
 
 
 def shape_of(stored) -> tuple[int, ...]:

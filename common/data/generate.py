@@ -42,7 +42,7 @@ from common.families import geometry
 from common.files import read_json, sha256, write_json
 from common.models import fingerprint, load_config, load_model, load_tokenizer
 from common.progress import Progress
-from common.weights import open_checkpoint
+from common.weights import open_checkpoint, shape_of
 
 SEEDS = {TRAIN: 0, HELDOUT: 1}
 SHORTEST, LONGEST = 32, 64  # tokens of a document that are continued
@@ -187,8 +187,7 @@ def rows_at_once(model: str, config, length: int, device: torch.device) -> int:
     cached = 2 * shape.layers * shape.kv_heads * shape.head_dim * size * length
     if device.type == "cpu":
         return max(1, min(ROWS, CACHE // cached))
-    weights = sum(math.prod(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
-                  for tensor in open_checkpoint(model).values())
+    weights = sum(math.prod(shape_of(tensor)) for tensor in open_checkpoint(model).values())
     memory = (torch.cuda.get_device_properties(device).total_memory - weights * size) / 2
     fitting = memory / (cached + LOGITS * config.vocab_size)
     return 2 ** max(0, min(MOST, math.floor(math.log2(max(1, fitting)))))

@@ -178,7 +178,9 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
     UserError naming file, line and column of the first bad row.
     """
     if source == "hub":
-        path, rows = _hub_rows(task, split)
+        name, configuration = HUB[task]
+        rows = [(f"row {index}", row) for index, row in enumerate(rows_of(name, configuration, split=split))]
+        path = f"hub:{name}"
     else:
         stem = os.path.join(source, f"{task}.{split}")
         path = next(filter(os.path.exists, (f"{stem}.jsonl", f"{stem}.parquet")), None)
@@ -225,12 +227,6 @@ def require_split(tasks: list[str], split: str, source: str) -> None:
         advice = " ".join(["--only", *present]) if present else "--tasks none"
         raise UserError(f"task file not found: expected TASK.{split}.jsonl or .parquet in {source} of "
                         f"{', '.join(missing)}; pass {advice} to do without")
-
-
-def _hub_rows(task: str, split: str) -> tuple[str, list[tuple[str, dict]]]:
-    name, configuration = HUB[task]
-    rows = rows_of(name, configuration, split=split)
-    return f"hub:{name}", [(f"row {index}", row) for index, row in enumerate(rows)]
 
 
 def select_questions(count: int, limit: int | None, seed: int | None) -> list[int]:

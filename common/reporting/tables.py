@@ -124,9 +124,7 @@ def without_speeds(metrics: dict) -> dict:
 
 
 def rate_row(title: str, columns: list[dict], key: str, chance: str) -> tuple[str, ...]:
-    """A table row of rates in percent with their standard errors, "-" for those that were not measured."""
-    if key not in columns[0]:
-        return title, *["-"] * (len(columns) + 1)
+    """A table row of rates in percent with their standard errors."""
     cells = [f"{100 * column[key]:.1f} ± {100 * column[f'{key}_stderr']:.1f}" for column in columns]
     return title, f"{100 * columns[0][chance]:.1f}", *cells
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
 from common.families import OUTPUTS, geometry
 from common.method import masks
+from common.models import empty_model
 from common.training.hardware import Cluster, parse_hardware
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
@@ -107,9 +107,9 @@ def size(config, student: Student | None = None) -> Size:
     config = copy.deepcopy(config)
     if student and not student.blended:
         config.num_key_value_heads = student.kv_heads
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        if student and student.blended:
+    model = empty_model("", config, torch.float32)
+    if student and student.blended:
+        with torch.device("meta"):
             masks.patch(model, student.kv_heads, student.blended)
     whole, layers = (sum(p.numel() for p in part.parameters()) for part in (model, model.model.layers))
     largest = max(model.model.layers, key=lambda layer: sum(p.numel() for p in layer.parameters()))
@@ -132,8 +132,7 @@ def products(config) -> Products:
     """The multiply-adds of a config's model."""
     shape, layers = geometry(config), config.num_hidden_layers
     width = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    with torch.device("meta"):
-        decoder = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False).model
+    decoder = empty_model("", config, torch.float32).model
     mlps = sum(active(config, parameter) for name, parameter in decoder.layers.named_parameters()
                if ".self_attn." not in name and parameter.ndim > 1)
     return Products(layers * shape.hidden * width, mlps, layers * 2 * shape.heads * shape.head_dim,

@@ -147,12 +147,6 @@ def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, cud
     return schedules | {"student": Schedule(steps, batch, warmup, **common)}
 
 
-def expected(sources: Sources, args) -> tuple[Pool, Heldout]:
-    """As read, without reading anything."""
-    pool = expected_pool(sources, args.bos)
-    return pool, expected_heldout(sources, args.heldout_every, args.bos)
-
-
 def read(sources: Sources, model: str, args, ranks, begun: dict) -> tuple[Pool, Heldout]:
     """What is trained on and what is held out, tokenized for the checkpoint `model`. Raises UserError.
 
@@ -188,7 +182,11 @@ def settle(
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # --force was obeyed before
     force = args.force and not restarted
     begun = {} if force else checkpoints.of_first_rank(settings_begun(directory, teacher))
-    pool, heldout = expected(sources, args) if args.model else read(sources, source, args, ranks, begun)
+    if args.model:
+        pool = expected_pool(sources, args.bos)
+        heldout = expected_heldout(sources, args.heldout_every, args.bos)
+    else:
+        pool, heldout = read(sources, source, args, ranks, begun)
     cuda = hardware.on_gpus(args.plan, ranks)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), attention=args.attention,

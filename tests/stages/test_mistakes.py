@@ -44,7 +44,6 @@ def words_of(command: str, home: Path, inputs: dict[str, str]) -> list:
     ("01 --force --bos", NO_BOS),
     ("02 --run RUN/nowhere", "calibration not found; run 01_calibrate.py first"),
     ("02 --force --key-context 8", "--key-context: expected --energy with it"),
-    ("02 --force --layers-drawn 0 3", "--layers-drawn: expected layers from 0 to 2, found 3"),
     ("03 --force --kv-heads 3", "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
     ("04 --force --merge-keys pairs", "--merge-keys pairs: expected --merge closed-form with it, found mean"),
     ("04 --force --key-context 20", "--key-context: expected --merge closed-form --merge-keys rope with it"),

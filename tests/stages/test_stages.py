@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import runpy
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from common.method import grouping
 from common.reporting import plots
 from helpers import (
     GROUPING,
-    ROOT,
     all_groupings,
     byte_tokenizer,
     calibrate_arguments,
@@ -31,7 +29,7 @@ from helpers import (
     run,
     tiny_model,
 )
-from tiny_run import HEADS, LAYERS, SIZE, STAGES, read
+from tiny_run import HEADS, LAYERS, SIZE, read
 
 TOKENS = 512  # of the text of `inputs`; every one is sampled
 
@@ -122,22 +120,19 @@ def test_activations_that_overflow_are_named(inputs, tmp_path):
 
 
 def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monkeypatch):
-    """Figure 2: the cosines of evenly spaced layers, or of those asked for; of version 1: of all pairs."""
+    """Figure 2: the cosines of evenly spaced layers; of version 1: of all pairs."""
     similarity = safe_open(aligned_run / "similarity.safetensors", "numpy")
     pictures, points = [], []
     monkeypatch.setattr(plots, "pairs", lambda path, *drawn: points.append((Path(path).name, *drawn)))
     monkeypatch.setattr(plots, "heatmaps", lambda path, *drawn: pictures.append((Path(path).name, *drawn)))
-    calibration = ["--calibration", aligned_run / "calibration"]
-    run("02_similarity.py", "--run", tmp_path / "all", *calibration)
-    run("02_similarity.py", "--run", tmp_path / "some", *calibration, "--layers-drawn", 2, 0)
-    for (name, rows, drawn, _), expected in zip(pictures, ([0, 1, 2], [2, 0]), strict=True):
-        assert name == "similarity.png" and list(drawn) == expected
-        assert list(rows) == ["keys before", "keys after", "values before", "values after"]
-        for title, matrices in rows.items():
-            stored = similarity.get_tensor(title.replace("s ", ".cos."))
-            assert np.array_equal(np.stack(matrices), stored[list(drawn)])
-    choose_layers = runpy.run_path(str(ROOT / STAGES["02"]))["choose_layers"]
-    assert choose_layers(None, 32) == [0, 10, 21, 31] and choose_layers(None, 2) == [0, 1]
+    monkeypatch.setattr(plots, "spaced_layers", lambda count: [0, count - 1])
+    run("02_similarity.py", "--run", tmp_path / "run", "--calibration", aligned_run / "calibration")
+    (name, rows, drawn, _), = pictures
+    assert name == "similarity.png" and drawn == [0, 2]
+    assert list(rows) == ["keys before", "keys after", "values before", "values after"]
+    for title, matrices in rows.items():
+        stored = similarity.get_tensor(title.replace("s ", ".cos."))
+        assert np.array_equal(np.stack(matrices), stored[drawn])
     above = np.triu_indices(HEADS, 1)
     for head in ("key", "value"):
         for when in ("before", "after"):
@@ -146,7 +141,7 @@ def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monk
             drawn = cosines[f"{head}s"][f"{when} alignment"]
             assert name == "pairs.png" and np.array_equal(drawn, [matrix[above] for matrix in stored])
 
-    summary = read(tmp_path / "all" / "similarity.json")["summary"]
+    summary = read(tmp_path / "run" / "similarity.json")["summary"]
     for name, mean in summary.items():
         matrices = similarity.get_tensor(name)
         assert mean == pytest.approx(np.mean([matrix[above].mean() for matrix in matrices]), abs=1e-6)
