@@ -40,6 +40,16 @@ def replaced(functions: dict):
                 module.forward = forward
 
 
+@contextlib.contextmanager
+def attending(model, name: str):
+    """Context manager: the model attends by transformers' function of this name."""
+    before, model.config._attn_implementation = model.config._attn_implementation, name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
 def reach(*found, **named):
     """A forward method that raises Reached with what it is called with."""
     raise Reached(found, named)

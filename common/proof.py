@@ -29,7 +29,7 @@ from common.families import (
     outside,
     watch_heads,
 )
-from common.forward import Reached, attention_arguments, layer_arguments, replaced
+from common.forward import Reached, attending, attention_arguments, layer_arguments, replaced
 from common.head import head_of
 from common.method.merge import Merge, fuse_layer, merge_layer, merged_config
 from common.method.rope import free_pairs, quarter_phase
@@ -60,16 +60,6 @@ AttentionInterface.register("recorded", record_heads)
 AttentionMaskInterface.register("recorded", sdpa_mask)
 
 
-@contextlib.contextmanager
-def recorded(config):
-    """Context manager: attention layers of this config end in Reached."""
-    before, config._attn_implementation = config._attn_implementation, "recorded"
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
 def attach_pairs(model) -> None:
     """Give every attention layer of a model its RopePairs. Raises UserError if they cannot be found."""
     skeleton = models.empty_model("", model.config, torch.float32)
@@ -92,7 +82,7 @@ def find_pairs(model):
     """
     size = geometry(model.config).head_dim
     units = LARGE * torch.eye(size)[:, None].expand(-1, 2, -1)  # sequence c: channel c alone, twice
-    with refused("its decoder is not called as expected"), recorded(model.config):
+    with refused("its decoder is not called as expected"), attending(model, "recorded"):
         arguments = layer_arguments(model, range(len(model.model.layers)), units)
     for layer, (args, named) in zip(model.model.layers, arguments, strict=True):
         extra = [name for name, _ in layer.self_attn.named_children() if name not in PARTS]
@@ -129,7 +119,7 @@ def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict
                      for letter, rows in given.items()}
     functions |= {module: keep for name, module in attention.named_children() if name in ("q_norm", "k_norm")}
     hidden = torch.zeros(*units.shape[:2], shape.hidden, device="meta")
-    with recorded(model.config), replaced(functions):
+    with attending(model, "recorded"), replaced(functions):
         with refused("its layers do more than normalize before their attention", show=False):
             args, named = attention_arguments(layer, hidden, args, named)
         try:

@@ -16,7 +16,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from common.errors import UserError
 from common.families import as_they_were, geometry, in_order, needs_eager
-from common.forward import attention_function
+from common.forward import attending, attention_function
 
 BLOCK = 32  # channels with one scale
 ROTATED = 64  # llama.cpp rotates heads of a multiple of this size, values in parts of it
@@ -126,11 +126,8 @@ def attention_with(model, change):
 
     AttentionInterface.register("changed", attend)
     AttentionMaskInterface.register("changed", eager_mask if needs_eager(model.config) else sdpa_mask)
-    before, model.config._attn_implementation = model.config._attn_implementation, "changed"
-    try:
+    with attending(model, "changed"):
         yield
-    finally:
-        model.config._attn_implementation = before
 
 
 def quantized(model, cache: Cache, layout: str):

@@ -9,6 +9,7 @@ from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DynamicLayer
 
 from common.errors import UserError
+from common.forward import attending
 from common.head import head_of
 
 SPAN = 64  # positions: attention reads the cache up to a multiple of it, and each multiple has its graph
@@ -94,15 +95,14 @@ class Decoder:
 
     def read(self) -> None:
         """Read self.tokens at this place, and draw the next ones; it changes nothing to do it twice."""
-        place, config = self.place, self.model.config
+        place = self.place
         ages = place.position - self.places[: place.span]
         for layer in self.model.model.layers:  # not all classes pass options on to their attention
             layer.self_attn.ages = ages
-        before, config._attn_implementation = config._attn_implementation, "single-query"
-        hidden = self.model.model(
-            input_ids=self.tokens[:, None], position_ids=place.position[None],
-            past_key_values=self.cache, use_cache=True).last_hidden_state
-        config._attn_implementation = before
+        with attending(self.model, "single-query"):
+            hidden = self.model.model(
+                input_ids=self.tokens[:, None], position_ids=place.position[None],
+                past_key_values=self.cache, use_cache=True).last_hidden_state
         logits = head_of(self.model)(hidden[:, -1])  # [n, V] float32
         self.finite.logical_and_(logits.sum().isfinite())
         self.drawn.copy_(draw(logits, self.numbers))

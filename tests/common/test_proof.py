@@ -10,7 +10,7 @@ from bench.families import small_config
 from common import proof
 from common.errors import UserError
 from common.families import as_they_were, in_order, rope_frequencies
-from common.forward import Reached, attention_factor
+from common.forward import Reached, attending, attention_factor
 from common.head import head_of
 from common.method.rope import to_complex
 from helpers import tiny_model
@@ -24,7 +24,7 @@ def heads_of(model, hidden: torch.Tensor, index: int) -> tuple[torch.Tensor, tor
     attention, seen = model.model.layers[index].self_attn, []
     last = next(name for name in ("k_norm", "k_proj", "qkv_proj") if hasattr(attention, name))
     attention.get_submodule(last).register_forward_hook(lambda module, given, output: seen.append(output))
-    with proof.recorded(model.config), pytest.raises(Reached) as reached:
+    with attending(model, "recorded"), pytest.raises(Reached) as reached:
         for layer in model.model.layers[:index]:
             layer.forward = lambda hidden, *_, **__: hidden
         model.model(inputs_embeds=hidden, use_cache=False)
