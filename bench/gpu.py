@@ -142,10 +142,11 @@ def step_tables(rows: list[Row]) -> str:
             if expected and measured:
                 error = f"{expected / measured - 1:+.1%}"
                 planned.append([name, unit, number(expected), number(measured), error])
-    return "\n\n".join([
-        "## A pruning step: `python -m bench.train_step`", markdown_table(("", *STEPS.values()), ratios),
+    comparison = [
         "What `--plan` expects for the same work (its error: expected over measured, minus one):",
-        markdown_table(("", "", "expected", "measured", "error"), planned)])
+        markdown_table(("", "", "expected", "measured", "error"), planned)] if planned else []
+    title = "## A pruning step: `python -m bench.train_step`"
+    return "\n\n".join([title, markdown_table(("", *STEPS.values()), ratios), *comparison])
 
 
 def table(row: Row) -> str:

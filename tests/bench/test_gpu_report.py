@@ -147,6 +147,9 @@ def test_the_report_names_failures_and_compares_the_plan(tmp_path, machine):
             row("loss", measured={"loss_time_ratio": 0.61234}), row("compiled", gpu.LEFT_OUT),
             row("align", log=["04_align: 3 s"])]
     text = gpu.write_report(str(tmp_path), machine, rows)
+    unplanned = [row("step-1.3b", measured=STEP | {"planned": {}})]
+    on_cpu = gpu.write_report(str(tmp_path / "cpu"), machine, unplanned)
+    assert "`--plan` expects" in text and "`--plan` expects" not in on_cpu and "## A pruning step" in on_cpu
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     assert lines[0] == ["# Measured on 8 x NVIDIA A100-SXM4-80GB, 79 GiB"]
     assert "torch 2.11.0; Python 3.11." in text
