@@ -13,9 +13,10 @@
 #
 #   PYTHON  interpreter (python3) with torch, transformers and pytest: an image's own; nothing is downloaded
 #   OUT     logs and results.json (runs/gpu for tests, runs/gpu-PART)
-#   LIMIT   seconds for everything (835); a part other than tests that was stopped goes on by the same command
-#   WORK    models and runs of the other parts (runs/gpu-work)
-#   OTHER   file of text, to measure on beside the model's own (demo); record takes convert.sh's settings, too
+#   LIMIT   seconds for everything (835)
+#   WORK    models and runs of parts other than tests, which go on there by the same command (runs/gpu-work)
+#   OTHER   text to measure record and refit on beside the model's own, as --text of stage 7 (demo); they take
+#           the settings of convert.sh, too
 #   COMMIT  of this source, where there is no repository
 #   GPU_TESTS_ON=cpu  tries all of this on a CPU, with small models; the report is OUT/report.md
 #

@@ -79,8 +79,12 @@ def test_one_process_equals_two(alone, aligned_run, inputs, tmp_path):
     together = with_teacher(aligned_run, alone, tmp_path / "together")
     run(STAGE, "--run-dir", together, "--tasks", inputs["tasks"], *SHARED, processes=2)
     assert_same_training(together, alone)
-    # once more with a teacher that two processes made
-    run(STAGE, "--run-dir", together, "--tasks", inputs["tasks"], *SHARED, "--force", processes=2)
+
+
+@pytest.mark.slow
+def test_a_teacher_of_two_processes_is_that_of_one(alone, aligned_run, inputs, tmp_path):
+    together = copy_run(aligned_run, tmp_path / "together")
+    run(STAGE, "--run-dir", together, "--tasks", inputs["tasks"], *SHARED, processes=2)
     trained = safetensors.torch.load_file(alone / "teacher" / "model.safetensors")
     for name, tensor in safetensors.torch.load_file(together / "teacher" / "model.safetensors").items():
         torch.testing.assert_close(tensor, trained[name], rtol=0, atol=1e-5)
