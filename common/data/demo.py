@@ -1,7 +1,7 @@
 """The demo model, `--model demo`: a small multi-head-attention Llama, its text and its tasks.
 
 They are part of the repository: common/data/demo_model/, whose README.md says how they were made. On
-first use, `build_demo` writes three directories to runs/demo-model/:
+first use, `demo_home` writes three directories to runs/demo-model/:
 
   model/   a LlamaForCausalLM with as many key/value heads as query heads
   text/    train.txt and heldout.txt, source code of Python's standard library
@@ -30,15 +30,20 @@ def default_sources(demo: bool) -> tuple[str, str]:
 
 def resolve_model(name: str) -> str:
     """A local directory for `name`: "demo" (written on first use), a directory, or a hub repository."""
-    if name != DEMO:
-        return local_model(name)
+    return os.path.join(demo_home(), "model") if name == DEMO else local_model(name)
+
+
+def demo_home() -> str:
+    """The directory of the demo's model, text and tasks, written on first use."""
+    if os.path.isdir(DEMO_HOME):
+        return DEMO_HOME
     with FileLock(f"{DEMO_HOME}.lock") as lock:  # a second process waits for the first to write it
         try:
             if not os.path.isdir(DEMO_HOME):
                 build_demo(DEMO_HOME)
         finally:
             os.remove(lock.lock_file)
-    return os.path.join(DEMO_HOME, "model")
+    return DEMO_HOME
 
 
 def build_demo(directory) -> None:

@@ -24,7 +24,7 @@ import torch
 from numpy.lib.format import write_array_header_1_0
 
 from common.data.data_sets import DATA_SET, commit_of, is_data_set, rows_of
-from common.data.demo import DEMO, DEMO_HOME
+from common.data.demo import DEMO, demo_home
 from common.data.rows import TABLE_NAMES, TABLES, Sample, read_rows, text_column
 from common.errors import UserError
 from common.files import known_sha256, open_text, require_regular, write_file
@@ -271,7 +271,7 @@ def located(source: str, split: str) -> tuple[str, str]:
     if (source in ("c4", DEMO) or is_data_set(source)) and split == EVALUATION:
         split = HELDOUT
     if source == DEMO:
-        return os.path.join(DEMO_HOME, "text", f"{split}.txt"), EVALUATION
+        return os.path.join(demo_home(), "text", f"{split}.txt"), EVALUATION
     return source, split
 
 

@@ -144,9 +144,11 @@ def test_demo_keeps_its_held_out_text_apart(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     for name, content in (("train", "train"), ("heldout", "apart")):
         (tmp_path / "text" / f"{name}.txt").write_text(content)
-    monkeypatch.setattr(text, "DEMO_HOME", str(tmp_path))
+    monkeypatch.setattr("common.data.demo.DEMO_HOME", str(tmp_path))
     for split, expected in ((TRAIN, "train"), (HELDOUT, "apart"), (EVALUATION, "apart")):
         assert read("demo", 1, 5, split=split) == [expected]
+    monkeypatch.setattr("common.data.demo.DEMO_HOME", str(tmp_path / "first use"))
+    assert read("demo", 1, 5) != ["train"] and len(os.listdir(tmp_path / "first use" / "tasks")) == 16
 
 
 def save_c4(home, monkeypatch):

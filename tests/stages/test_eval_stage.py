@@ -383,7 +383,6 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, in
     (demo / "text").mkdir()
     (demo / "text" / "heldout.txt").write_text("held out " * 100)
     monkeypatch.setattr("common.data.demo.DEMO_HOME", str(demo))
-    monkeypatch.setattr(text, "DEMO_HOME", str(demo))
     run("07_eval.py", "--run", home, "--only", "siqa", "--limit", 1, "--sequences", 2)
     figures = results_of(home)["merged"]
     assert figures["perplexity_tokens"] == 2 * 255

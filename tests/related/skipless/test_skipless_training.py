@@ -78,7 +78,7 @@ def test_training_learns_every_next_token(inputs, tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "train.txt").write_text("another text " * 99)
     shutil.copy(inputs["text"], tmp_path / "text" / "heldout.txt")
-    monkeypatch.setattr("common.data.text.DEMO_HOME", str(tmp_path))
+    monkeypatch.setattr("common.data.demo.DEMO_HOME", str(tmp_path))
     run(TRAIN, *flags(tmp_path, inputs, "--print-every", 1, "--heldout", "demo"))
     ids, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 6, 16)
     config = skipless_config(load_config(inputs["model"]), False, mlp_bias=True)
