@@ -130,7 +130,7 @@ class Models:
             mha, gqa = os.path.join(home, "mha"), os.path.join(home, "gqa")
             for path, shape in ((mha, config), (gqa, grouped)) if ranks.first else ():
                 with torch.device(ranks.device):
-                    LlamaForCausalLM(shape).to(compute).save_pretrained(path)
+                    LlamaForCausalLM(copy.deepcopy(shape)).to(compute).save_pretrained(path)
             dist.barrier()
             self.teacher = build_teacher(mha, ranks, execution)
             self.masked = build(
