@@ -86,8 +86,9 @@ def test_a_step_takes_the_memory_that_is_planned(shape, rows, recompute, world, 
                          num_attention_heads=heads, num_key_value_heads=heads, vocab_size=32000)
     work = budget.Workload.of(config, SAMPLES, CHUNK, recompute, 2, whole)
     planned = budget.memory(work, budget.Student(8), world, TOKENS, rows > 1)["total"]
-    skeleton = empty_model("", config, torch.float32)  # what is found with its own tensors is found before
-    monkeypatch.setattr(sharding, "empty_model", lambda *_: skeleton)
+    # made before, as their buffers have data: the teacher's, then the student's
+    models = [empty_model("", config, dtype, attention="packed") for dtype in (torch.bfloat16, torch.float32)]
+    monkeypatch.setattr(sharding, "empty_model", lambda *_: models.pop(0))
     assert passes_on(config)
     with pretended_ranks(world) as ranks:
         assert world == 1 or ranks.mesh.size() == world  # made here, as its tensors have data
