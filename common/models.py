@@ -185,8 +185,10 @@ def kept_tensors(module, name: str = "") -> dict[str, torch.Tensor]:
 
 
 def empty_model(path: str, config, dtype: torch.dtype, device: str = "cpu", attention: str | None = None):
-    """The model of a copy of a config, without memory for its parameters. path: of the config; device: of its
-    buffers; attention: transformers' name of another function than the config's.
+    """The model of a copy of a config, without memory for its parameters.
+
+    path: of the config, for errors; without it the config's own. device: of the buffers. attention:
+    transformers' name of another function than the config's. Raises UserError for a config of no model.
     """
     try:
         with parameters_on_meta():
@@ -197,8 +199,8 @@ def empty_model(path: str, config, dtype: torch.dtype, device: str = "cpu", atte
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=False, **options).eval()
     except Exception as error:  # whatever a value means to transformers that it cannot use
-        raise UserError(f"{path}: cannot build the model of its config: {type(error).__name__}: "
-                        f"{first_line(error)}") from error
+        raise UserError(f"{path or config.name_or_path}: cannot build the model of its config: "
+                        f"{type(error).__name__}: {first_line(error)}") from error
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
