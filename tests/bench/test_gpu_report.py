@@ -179,6 +179,7 @@ def test_the_report_is_named_for_the_gpus_and_fails_with_a_row(tmp_path, machine
     (tmp_path / "rows.tsv").write_text(rows)
     for name in ("loss", "decode"):
         (tmp_path / f"{name}.log").write_bytes(b"\xff")  # cut by a time limit
+    assert [(row.seconds, row.mib) for row in gpu.read_rows(str(tmp_path))] == [(1, 0), (2, 9)]
     assert gpu.main() == code
     assert (tmp_path / "RESULTS-8xA100-SXM4-80GB.md").read_text().startswith("# Measured on 8 x NVIDIA A100")
     monkeypatch.setattr(gpu, "PART", "7b")
