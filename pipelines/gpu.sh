@@ -20,7 +20,8 @@
 #   COMMIT  of this source, where there is no repository
 #   GPU_TESTS_ON=cpu  tries all of this on a CPU, with small models; the report is OUT/report.md
 #
-# What is worth most comes first; the rows' limits fit in LIMIT, and with a lower one the last are left out.
+# What is worth most comes first. The limits of tests' rows fit in LIMIT; with a lower one, or where a row of
+# another part takes all of it, the last are left out.
 # Goes on after a failure. Exits with 1 if anything failed or was left out, with 2 where there is no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -33,7 +34,8 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(
 
 case $PART in
   tests | 7b | 7b-layerwise | 7b-refit | 7b-train) ;;
-  record | refit) [ -n "${MODEL:-}" ] || { echo "error: MODEL: expected one, found none" >&2; exit 2; } ;;
+  record | refit) [ -n "${MODEL:-}" ] ||
+    { echo "error: MODEL: expected a directory, hub name or .gguf file, found none" >&2; exit 2; } ;;
   *) echo "error: expected tests, record, refit, 7b, 7b-layerwise, 7b-refit or 7b-train, found $PART" >&2
      exit 2 ;;
 esac
