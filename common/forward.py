@@ -8,13 +8,17 @@ import contextlib
 import sys
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from common.errors import UserError
 from common.families import needs_eager
-from common.models import empty_model
+from common.models import by_config, empty_model
 
-PASSING: dict[type, bool] = {}  # what passes_on has found
+MOST_POSITIONS = 2**20  # at which masks are looked at, where a model has as many
+FARTHEST = 2**24  # a position beyond every switch of RoPE
+ALL = -1  # in place of a window
 
 
 class Reached(Exception):
@@ -108,14 +112,95 @@ def attention_arguments(layer, hidden: torch.Tensor, args: tuple, named: dict) -
             return reached.found
 
 
+@by_config
 def passes_on(config) -> bool:
     """Whether the class of a config's model hands options of its forward pass on to its attention."""
-    if type(config) not in PASSING:
-        model, hidden = empty_model("", config, torch.float32), torch.zeros(1, 2, config.hidden_size)
-        (args, named), = layer_arguments(model, [0], hidden, lengths=())
-        _, named = attention_arguments(model.model.layers[0], hidden.to("meta"), args, named)
-        PASSING[type(config)] = "lengths" in named
-    return PASSING[type(config)]
+    model, hidden = empty_model("", config, torch.float32), torch.zeros(1, 2, config.hidden_size)
+    (args, named), = layer_arguments(model, [0], hidden, lengths=())
+    _, named = attention_arguments(model.model.layers[0], hidden.to("meta"), args, named)
+    return "lengths" in named
+
+
+def record_window(mask_function, config, device, **_) -> torch.Tensor:
+    """A mask function of transformers that gives, in place of a mask, window_of's number: [1, 1, 1, 1].
+
+    Raises ValueError unless the mask is causal, or causal within a window.
+    """
+    count = min(getattr(config, "max_position_embeddings", None) or MOST_POSITIONS, MOST_POSITIONS)
+    places = torch.arange(count, device=device)
+    window = int(mask_function(0, 0, places[-1:, None], places).sum())
+    edges = torch.tensor([0, 1, window - 1, window, window + 1, count // 2, count - 1]).clamp(0, count - 1)
+    behind = edges[:, None].to(device) - places
+    seen = mask_function(0, 0, edges[:, None].to(device), places)
+    if not torch.equal(seen, (behind >= 0) & (behind < window)):
+        raise ValueError("its mask is neither causal nor a sliding window")
+    return torch.full((1, 1, 1, 1), window if window < count else ALL, device=device)
+
+
+AttentionMaskInterface.register("recorded", record_window)
+
+
+def window_of(named: dict) -> int | None:
+    """How many positions a layer attends to, its own included, with these arguments of "recorded"; None: all.
+    """
+    mask = named.get("attention_mask")
+    return None if mask is None or mask == ALL else int(mask)
+
+
+@by_config
+def windows(config) -> list[int | None]:
+    """window_of each layer of a config's model, by the mask that its own forward pass makes."""
+    model, hidden = empty_model("", config, torch.float32), torch.zeros(1, 2, config.hidden_size)
+    with attending(model, "recorded"):
+        arguments = layer_arguments(model, range(len(model.model.layers)), hidden)
+    return [window_of(named) for _, named in arguments]
+
+
+def attach_windows(model) -> None:
+    """Give every attention layer of a model its window, as common/attention.py reads it."""
+    for layer, window in zip(model.model.layers, windows(model.config), strict=True):
+        layer.self_attn.window = window
+
+
+@by_config
+def rope_of(config):
+    """function(positions) -> what the layers of a config's model are told of the first two positions in a
+    forward pass over so many: RoPE's cosines and sines, which a LongRoPE takes from the longest position.
+    """
+    model, hidden = empty_model("", config, torch.float32), torch.zeros(1, 3, config.hidden_size)
+
+    def told(positions: int) -> list[torch.Tensor]:
+        layers = range(len(model.model.layers))
+        for last in (1, positions - 1):  # a short forward pass first: some remember the longest
+            arguments = layer_arguments(model, layers, hidden, torch.tensor([0, 1, last]))
+        leaves = (leaf for leaf in tree_leaves(arguments) if torch.is_tensor(leaf))
+        return [leaf[:, :2] for leaf in leaves if leaf.is_floating_point()]
+
+    return told
+
+
+@by_config
+def rope_switch(config, longest: int, name: str) -> int | None:
+    """The number of positions beyond which RoPE turns by other angles in a config's model, for texts of up to
+    `longest`; None if it is one RoPE for all of them. name: for errors.
+
+    Raises UserError if there is a text for which the angles depend on its very length.
+    """
+    told = rope_of(config)
+
+    def same(first: int, second: int) -> bool:
+        return all(torch.equal(*pair) for pair in zip(told(first), told(second), strict=True))
+
+    if same(2, longest):
+        return None
+    below, beyond = 2, longest
+    while beyond - below > 1:
+        middle = (below + beyond) // 2
+        below, beyond = (middle, beyond) if same(2, middle) else (below, middle)
+    if not same(beyond, FARTHEST):
+        raise UserError(f"{name}: expected texts of at most {below} tokens, beyond which its RoPE changes "
+                        f"with every token, found {longest}")
+    return below
 
 
 def attention_alone(layer):

@@ -10,11 +10,11 @@ import contextlib
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from common import models
+from common.attention import single_query
 from common.errors import UserError
 from common.families import (
     OUTPUTS,
@@ -26,10 +26,18 @@ from common.families import (
     head_parameters,
     is_fused,
     norm_kind,
+    output_projection,
     outside,
     watch_heads,
 )
-from common.forward import Reached, attending, attention_arguments, layer_arguments, replaced
+from common.forward import (
+    Reached,
+    attending,
+    attention_arguments,
+    layer_arguments,
+    replaced,
+    window_of,
+)
 from common.head import head_of
 from common.method.merge import Merge, fuse_layer, merge_layer, merged_config
 from common.method.rope import free_pairs, quarter_phase
@@ -56,27 +64,41 @@ def record_heads(module, query, key, value, attention_mask, **options):
     raise Reached(query, key, value, options)
 
 
+def by_token(module, query, key, value, attention_mask, **options):
+    """An attention function that reads a text a token at a time, as generation does."""
+    positions, outputs = torch.arange(query.shape[2]), []
+    for position in positions:
+        module.ages = position - positions
+        outputs.append(single_query(module, query[:, :, position, None], key, value, None, **options)[0])
+    return torch.cat(outputs, 1), None
+
+
 AttentionInterface.register("recorded", record_heads)
-AttentionMaskInterface.register("recorded", sdpa_mask)
+AttentionInterface.register("by-token", by_token)
+
+
+@models.by_config
+def layer_pairs(config) -> list[RopePairs]:
+    """The RopePairs of each layer of a config's model. Raises UserError if they cannot be found."""
+    skeleton = models.empty_model("", config, torch.float32)
+    with refusals(f"{type(skeleton).__name__} cannot be taken apart"):
+        return [pairs for pairs, *_ in find_pairs(skeleton)]
 
 
 def attach_pairs(model) -> None:
     """Give every attention layer of a model its RopePairs. Raises UserError if they cannot be found."""
-    skeleton = models.empty_model("", model.config, torch.float32)
-    with refusals(f"{type(model).__name__} cannot be taken apart"):
-        for layer, (pairs, _) in zip(model.model.layers, find_pairs(skeleton), strict=True):
-            layer.self_attn.rope_pairs = pairs
+    for layer, pairs in zip(model.model.layers, layer_pairs(model.config), strict=True):
+        layer.self_attn.rope_pairs = pairs
 
 
 def has_plain_pairs(config) -> bool:
     """Whether the pairs of a config's model are (p, p + d/2) in every layer, behind RoPE, too."""
-    model = models.empty_model("", config, torch.float32)
-    attach_pairs(model)
-    return all(layer.self_attn.rope_pairs.behind is None for layer in model.model.layers)
+    return all(pairs.behind is None for pairs in layer_pairs(config))
 
 
 def find_pairs(model):
-    """Yield the RopePairs of each layer of a model on the meta device, and its attention function's options.
+    """Yield the RopePairs of each layer of a model on the meta device, its window (common/forward.py) and its
+    attention function's options.
 
     Raises Refused unless RoPE turns pairs of channels, those of all heads alike.
     """
@@ -97,7 +119,8 @@ def find_pairs(model):
                     raise Refused("its heads are not all rotated alike")
             if not torch.equal(value[:, 0], units):
                 raise Refused("its values are not those of v_proj")
-        yield pairs_of(*(heads[:, 0].permute(1, 2, 0).double() for heads in (query, key))), options
+        pairs = pairs_of(*(heads[:, 0].permute(1, 2, 0).double() for heads in (query, key)))
+        yield pairs, window_of(named), options
 
 
 def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict) -> tuple:
@@ -258,16 +281,25 @@ def watch_layers(model) -> list:
     require_parts(model)
     with refused("its layers are not all of one shape", show=False):
         geometry(model.config)
-    kinds = {}
-    for layer, (pairs, options) in zip(model.model.layers, find_pairs(model), strict=True):
-        layer.self_attn.rope_pairs, window = pairs, options.get("sliding_window")
+        caches = DynamicCache(config=model.config).layers
+    kinds, heads, layers = {}, geometry(model.config).heads, model.model.layers
+    for layer, cache, (pairs, window, options) in zip(layers, caches, find_pairs(model), strict=True):
+        attention, kept = layer.self_attn, getattr(cache, "sliding_window", None)
+        attention.rope_pairs, attention.window = pairs, window
+        rows = output_projection(attention).in_features
+        if rows != heads * attention.head_dim:
+            raise Refused(f"one of its layers has {rows // attention.head_dim} query heads, others {heads}")
         unknown = [name for name, value in options.items()
                    if name not in KNOWN and value is not None and value is not False]
         if unknown:
             raise Refused(f"its attention has an option that is not known here ({unknown[0]})")
         if window is not None and window < 2:
             raise Refused(f"its sliding_window is {window}; transformers cannot cache fewer than 2 tokens")
-        kinds.setdefault((tuple(pairs.angles.tolist()), window), layer)
+        if kept is not None and (window is None or kept < window):
+            raise Refused(f"transformers' cache keeps {kept} tokens by its config (sliding_window, "
+                          "layer_types), but its attention reads more")
+        shapes = tuple((name, *parameter.shape) for name, parameter in attention.named_parameters())
+        kinds.setdefault((tuple(pairs.angles.tolist()), window, shapes), layer)
     return [*kinds.values()]
 
 
@@ -287,6 +319,7 @@ def prove(model, layer) -> None:
     generator = torch.Generator().manual_seed(layer.self_attn.layer_idx)
     randomize(layer.self_attn, generator)
     with refused("its attention is not computed as expected"):
+        prove_reading(model, layer, generator)
         prove_rotation(model, layer, generator)
         prove_merge(model, layer)
     models.materialize(layer.self_attn, "meta")
@@ -313,6 +346,18 @@ def attention_call(model, layer, generator):
     else:
         named["hidden_states"] = hidden
     return lambda attention: attention(*args, **named)[0]
+
+
+@torch.no_grad()
+def prove_reading(model, layer, generator) -> None:
+    """Raise Refused unless packed rows, and tokens after a cache, are read as by the layer's own function."""
+    attention = layer.self_attn
+    output = attention_call(model, layer, generator)
+    before = output(attention)
+    for name, reader in (("packed", "packed rows"), ("by-token", "generation")):
+        with attending(model, name):
+            if not differs_little(before, output(attention)):
+                raise Refused(f"its attention is another one in {reader}")
 
 
 @torch.no_grad()

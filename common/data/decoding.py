@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, Cache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+import common.attention  # noqa: F401 - registers "single-query"
 from common.errors import UserError
-from common.forward import attending
+from common.forward import attach_windows, attending, rope_switch
 from common.head import head_of
 
 SPAN = 64  # positions: attention reads the cache up to a multiple of it, and each multiple has its graph
@@ -40,31 +41,6 @@ class StaticLayer(DynamicLayer):
         return self.buffer[:, :, :, : self.place.span]
 
 
-def single_query(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None,
-                 s_aux=None, **kwargs):
-    """Attention of one token a row: query [n, H, 1, d], key and value [n, G, S, d] -> [n, 1, H, d].
-
-    module.ages [S]: by how many positions the token is later; below zero: not written yet. Every key is read
-    once, not once a query head. softcap, s_aux [H]: the cap of a Gemma 2 on scores, the sinks of a GPT-OSS.
-    """
-    (n, groups, _, head_dim), heads = key.shape, query.shape[1]
-    ages = module.ages
-    unread = ages < 0 if sliding_window is None else (ages < 0) | (ages >= sliding_window)
-    scores = (query * scaling).view(n, groups, heads // groups, head_dim) @ key.mT
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill_(unread, -torch.inf)
-    if s_aux is not None:  # a sink takes its share of a query head's attention
-        sinks = s_aux.to(scores.dtype).view(1, groups, heads // groups, 1).expand(n, -1, -1, -1)
-        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return (weights @ value).view(n, 1, heads, head_dim), None
-
-
-AttentionInterface.register("single-query", single_query)
-
-
 @contextlib.contextmanager
 def any_kernel():
     """Within, torch refuses no kernel: with --deterministic it would refuse sums along rows on GPUs."""
@@ -77,13 +53,19 @@ def any_kernel():
 
 
 class Decoder:
-    """A model that reads `rows` texts of up to `length` tokens side by side, and draws each next token."""
+    """A model that reads `rows` texts of up to `length` tokens side by side, and draws each next token.
+
+    Raises UserError for texts so long that RoPE changes with every token.
+    """
 
     def __init__(self, model, rows: int, length: int):
         self.model, self.rows, options = model, rows, {"device": model.device}
+        attach_windows(model)
+        self.switch = rope_switch(model.config, length, model.name_or_path)
         self.place = Place(torch.zeros(1, dtype=torch.int64, **options), -(-length // SPAN) * SPAN)
         self.cache = Cache(layers=[StaticLayer(self.place) for _ in model.model.layers])
         self.tokens, self.drawn = (torch.zeros(rows, dtype=torch.int64, **options) for _ in range(2))
+        self.history = torch.zeros(rows, length, dtype=torch.int64, **options)  # all tokens read so far
         self.numbers = torch.zeros(rows, 1, dtype=torch.float64, **options)
         self.finite = torch.ones((), dtype=torch.bool, **options)
         self.places = torch.arange(self.place.capacity, **options)
@@ -107,6 +89,17 @@ class Decoder:
         self.finite.logical_and_(logits.sum().isfinite())
         self.drawn.copy_(draw(logits, self.numbers))
 
+    def read_again(self) -> None:
+        """Replace all keys and values so far by those of a forward pass that comes as far as this position,
+        from which on RoPE turns by other angles; a text at a time.
+        """
+        length = int(self.place.position) + 1
+        for row, tokens in enumerate(self.history[:, :length]):
+            again = DynamicCache()
+            self.model.model(input_ids=tokens[None], past_key_values=again, use_cache=True)
+            for kept, read in zip(self.cache.layers, again.layers, strict=True):
+                kept.buffer[:, row, :, :length] = torch.cat((read.keys, read.values))
+
     @any_kernel()
     @torch.no_grad()
     def next(self, position: int, tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -114,6 +107,9 @@ class Decoder:
         self.place.position.fill_(position)
         self.tokens.copy_(tokens)
         self.numbers.copy_(numbers)
+        self.history[:, position] = tokens
+        if position == self.switch:
+            self.read_again()
         span = self.place.span = (position // SPAN + 1) * SPAN
         if self.graphs is None:
             self.read()

@@ -1,13 +1,15 @@
-"""A model's run over a packed row: attention within each sample, attn_implementation="packed"."""
+"""A model's run over a packed row: each sample as if it were alone, attn_implementation="packed"."""
+
+import contextlib
+import functools
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
 
+import common.attention  # noqa: F401 - registers "packed"
 from common.families import geometry, needs_eager
-from common.forward import attention_function, passes_on
+from common.forward import attach_windows, passes_on, replaced, rope_switch
 from common.head import head_of
 
 
@@ -25,6 +27,8 @@ class Trainee(nn.Module):
     def __init__(self, net, replicated: dict[str, torch.Tensor] | None = None):
         super().__init__()
         self.net = net
+        attach_windows(net)
+        self.switch = rope_switch(net.config, net.config.max_position_embeddings, net.name_or_path)
         # StableLM and Nemotron do not: what packed rows need lies in their attention layers instead
         self.passes_on = passes_on(net.config)
         starts = (replicated or {}).items()
@@ -37,58 +41,35 @@ class Trainee(nn.Module):
         options = sample_bounds(row, config, head.weight) if packed else {}
         for layer in () if self.passes_on else self.net.model.layers:
             layer.self_attn.row = options
-        output = self.net.model(
-            input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options
-        )
+        with rope_of_each(row, self.net, self.switch):
+            output = self.net.model(
+                input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options
+            )
         hidden = output.last_hidden_state[0]
         return hidden if head_loss is None else head_loss(hidden, head)
 
 
-def packed_attention(module, query, key, value, attention_mask, lengths=None, starts=None, longest=None,
-                     sliding_window=None, scaling=None, dropout=0.0, **kwargs):
-    """Causal attention within each sample of a row, by torch's fused kernels, without a T x T mask.
-
-    query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built
-    with attn_implementation="packed". lengths, starts and longest: sample_bounds' for a row of T tokens,
-    passed through the model's forward, or in module.row; without them, one sample. sliding_window: number of
-    positions a token attends to, including its own; None for all. What no fused kernel knows, soft caps and
-    sinks, is left to the model's own eager function.
+@contextlib.contextmanager
+def rope_of_each(row, net, switch: int | None):
+    """Context manager: RoPE turns each sample of a row by the angles for its own length, where a LongRoPE
+    would take them from the longest. switch: tokens beyond which they are others; None: they never are.
     """
-    if lengths is None and starts is None:
-        lengths, starts, longest = map(vars(module).get("row", {}).get, ("lengths", "starts", "longest"))
-    if starts is None:
-        options = {"scaling": scaling, "dropout": dropout} | kwargs
-        lengths = np.array([query.shape[2]]) if lengths is None else lengths
-        return one_by_one(module, (query, key, value), lengths, sliding_window, options), None
-    by_token = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H or G, d]
-    reach = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens before and after; -1: all
-    output = varlen_attn(*by_token, starts, starts, longest, longest, scale=scaling, window_size=reach,
-                         enable_gqa=True)
-    return output[None], None
+    lengths = torch.tensor(row.lengths)
+    beyond = lengths > (switch or 0)
+    if switch is None or beyond.all() or not beyond.any():
+        yield
+        return
+    beyond = beyond.repeat_interleave(lengths)[:, None].to(row.input_ids.device)
 
+    def by_sample(rope, states, position_ids, *args, **named):
+        each = (rope(states, positions, *args, **named)
+                for positions in (position_ids, position_ids.clamp(max=switch - 1)))
+        return tuple(torch.where(beyond, *pair) for pair in zip(*each, strict=True))
 
-def window_mask(length: int, window: int | None, device) -> torch.Tensor | None:
-    """[1, 1, T, T] bool, true where a token attends; None if plain causal attention suffices."""
-    if window is None or window >= length:
-        return None
-    positions = torch.arange(length, device=device)
-    behind = positions[:, None] - positions
-    return ((behind >= 0) & (behind < window))[None, None]
-
-
-@torch.compiler.disable  # the loop would be compiled anew for every number of samples
-def one_by_one(module, states, lengths, sliding_window, options: dict) -> torch.Tensor:
-    """packed_attention's result from one call of sdpa per sample."""
-    alone = []
-    eager, attend = needs_eager(module.config), attention_function(module)
-    for sample in zip(*(tensor.split(lengths.tolist(), dim=2) for tensor in states), strict=True):
-        length, device = sample[0].shape[2], sample[0].device
-        mask = window_mask(length, sliding_window, device)  # without one sdpa is causal
-        if eager:
-            seen = torch.ones(1, 1, length, length, device=device).tril().bool() if mask is None else mask
-            mask = torch.zeros_like(seen, dtype=sample[0].dtype).masked_fill_(~seen, -torch.inf)
-        alone.append(attend(module, *sample, mask, **options)[0])
-    return torch.cat(alone, dim=1)
+    ropes = [module for module in net.model.modules()
+             if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))]
+    with replaced({module: functools.partial(by_sample, module.forward) for module in ropes}):
+        yield
 
 
 def sample_bounds(row, config, weight: torch.Tensor) -> dict:
@@ -108,6 +89,3 @@ def varlen_applies(weight: torch.Tensor, head_dim: int) -> bool:
         return False
     half = weight.dtype in (torch.bfloat16, torch.float16)
     return half and head_dim <= 256 and head_dim % 8 == 0 and torch.cuda.get_device_capability() >= (8, 0)
-
-
-AttentionInterface.register("packed", packed_attention)

@@ -105,7 +105,6 @@ class Heldout:
         without it.
         """
         began, metrics, student, ranks = time.perf_counter(), {}, job.trainee, job.ranks
-        student.eval()
         for prefix, samples in self.sets.items():
             answers = any(sample.answer_tokens for sample in samples)
             rows = rows_of_step(samples, 0, replace(schedule, batch=len(samples)), ranks)  # each sample once
@@ -118,7 +117,6 @@ class Heldout:
             tokens, *totals = sums.tolist()
             for name, total in zip(COMPARED, totals, strict=True):
                 metrics[f"{prefix}_{name}"] = total / tokens
-        student.train()
         release(student)
         return metrics | {"heldout_seconds": round(time.perf_counter() - began, 4)}
 

@@ -17,7 +17,7 @@ import torch
 from common.errors import UserError
 from common.families import OUTPUTS, geometry
 from common.method import masks
-from common.models import empty_model
+from common.models import by_config, empty_model
 from common.training.hardware import Cluster, parse_hardware
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation
@@ -66,22 +66,6 @@ class Workload:
         excess = deviations * math.sqrt(schedule.batch) * statistics.pstdev(filled)
         share = (schedule.batch * statistics.fmean(filled) + excess) / ranks
         return max(1, math.ceil(share)), max(*self.lengths, int(capacity * min(share, 1)))
-
-
-def by_config(function):
-    """Decorator: cache a function of a config by the config's content, because building a model of 80 layers
-    takes a third of a second.
-    """
-    known = {}
-
-    @functools.wraps(function)
-    def kept(config, *others):
-        key = config.to_json_string(), *others
-        if key not in known:
-            known[key] = function(config, *others)
-        return known[key]
-
-    return kept
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,8 @@ def release(trainee: Trainee) -> None:
 
 
 def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None, replicated=None) -> Trainee:
-    """A sharded Trainee whose gradients are reduced in float32.
+    """A sharded Trainee whose gradients are reduced in float32, in evaluation mode: no dropout, no noise in
+    routers, or a resumed training could not repeat its draws.
 
     sources(name) -> (checkpoint directory, tensor name) for each parameter of the model; without it, the
     parameters stay uninitialized until checkpoints.load. prepare(model) changes the modules before sharding.
@@ -200,7 +201,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
     if prepare:
         with torch.device("meta"):
             prepare(model)
-    trainee = Trainee(model, replicated)
+    trainee = Trainee(model, replicated).eval()
     alone = execution.whole and ranks.world == 1
     if not alone:
         shard(trainee, ranks, execution)
@@ -217,7 +218,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
         compile_layers(model)
     if alone:
         compute_in(trainee, execution.compute)
-    return trainee.train()
+    return trainee
 
 
 def shard(trainee: Trainee, ranks: Ranks, execution: Execution) -> None:
@@ -257,6 +258,8 @@ def recompute_layers(model) -> None:
     """Enable activation checkpointing of every decoder layer, under its name in any transformers version."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False, "preserve_rng_state": False})  # nothing in a layer is random
+    for layer in model.model.layers:
+        layer.training = True  # which transformers asks for; the layer's parts stay in evaluation mode
 
 
 def compile_layers(model) -> None:

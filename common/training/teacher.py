@@ -32,7 +32,7 @@ def build_teacher(path: str, ranks: Ranks, execution: Execution) -> Trainee:
     """The teacher: sharded, without gradients, its weights in the compute dtype."""
     execution = replace(execution, weights=execution.compute, recompute=False)
     teacher = build(load_config(path), ranks, execution, lambda name: (path, name))
-    return teacher.eval().requires_grad_(False)
+    return teacher.requires_grad_(False)
 
 
 def find_teacher(run: TrainingRun, given: str | None, force: bool) -> bool:

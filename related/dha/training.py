@@ -105,11 +105,9 @@ def language_model_loss(trainee, row) -> torch.Tensor:
 def heldout_loss(job: Job, schedule: DecaySchedule, samples: list[Sample]) -> float:
     """The mean next-token loss on samples of the same length, in nats."""
     trainee, size, total = job.trainee, max(1, schedule.tokens_per_microbatch // len(samples[0])), 0.0
-    trainee.eval()
     for first in range(0, len(samples), size):
         row = build_row(samples[first : first + size], len(samples)).to(job.ranks.device)
         total += float(language_model_loss(trainee, row))
-    trainee.train()
     trainee.reshard()  # a forward pass without a backward pass leaves the root's weights gathered
     return total
 

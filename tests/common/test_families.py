@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bench.families import small_config
+from common.attention import window_mask
 from common.closed_form.refit import ERRORS
+from common.data import decoding
+from common.data.rows import Sample
 from common.families import (
     geometry,
     head_parameters,
@@ -28,9 +31,9 @@ from common.layers import Layers
 from common.method import masks
 from common.method.merge import fuse_layer
 from common.method.rope import free_pairs, quarter_phase
-from common.models import load_config
+from common.models import empty_model, load_config
 from common.proof import attach_pairs
-from common.training.attention import Trainee, window_mask
+from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Execution, build
@@ -74,7 +77,8 @@ FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any but Phi-3's lon
     "gemma2": {"model_type": "gemma2", "sliding_window": 12, "attn_logit_softcapping": 2.0,
                "final_logit_softcapping": 5.0},
     "gemma3, GQA": GQA | {"model_type": "gemma3_text", "sliding_window": 12},  # norms that multiply by 1 + w
-    "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 12},  # sinks
+    "gpt_oss": GQA | EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4,
+                                   "sliding_window": 12},  # sinks
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
     "olmoe": EXPERTS | {"model_type": "olmoe", "hidden_size": 64, "num_experts": 4},
     "qwen2_moe, GQA": GQA | EXPERTS | {"model_type": "qwen2_moe", "num_experts": 4,
@@ -267,22 +271,26 @@ def assert_packed_is_eager(changes: dict) -> None:
         torch.testing.assert_close(packed, eager, rtol=1e-4, atol=1e-4 * float(eager.abs().max()))
 
 
-def checkpoint_files(directory) -> dict[str, bytes]:
-    """Every file's bytes, but for the record, which holds the date."""
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "stage.json"}
-
-
-def class_model(model_type: str):
-    """A small random model of this type, from its default config."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(small_config(model_type, bos_token_id=END)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 2:
-                parameter.normal_(std=0.2)
-            elif name.endswith("bias") or "norm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+def noisy(model_type: str, **changes):
+    """The small config of a class in which whatever could be random is, with windows of 12 and, where it may
+    have one RoPE for all layers, a LongRoPE with other angles beyond 20 tokens.
+    """
+    default = small_config(model_type)
+    random = {key: 0.3 for key, value in vars(default).items()
+              if isinstance(value, float) and ("drop" in key or "jitter" in key)}
+    windows = {"sliding_window": 12, "use_sliding_window": True, "max_window_layers": 2}
+    windows = {key: value for key, value in windows.items() if hasattr(default, key)}
+    config = small_config(model_type, **random | windows | changes)
+    if "rope_type" in (getattr(config, "rope_parameters", None) or {}):
+        pairs = next(len(buffer) for name, buffer in empty_model("", config, torch.float32).named_buffers()
+                     if name.endswith("inv_freq"))
+        factors = {"rope_type": "longrope", "original_max_position_embeddings": 20,
+                   "short_mscale": 1.1, "long_mscale": 1.3,  # of a Phi-MoE alone
+                   "short_factor": [1.0 + 0.1 * pair for pair in range(pairs)],
+                   "long_factor": [2.0 + 0.5 * pair for pair in range(pairs)]}
+        config = small_config(model_type, **random | windows | changes | {
+            "rope_parameters": config.rope_parameters | factors, "original_max_position_embeddings": 20})
+    return config
 
 
 def documented(table: str) -> dict[str, str]:
@@ -293,6 +301,69 @@ def documented(table: str) -> dict[str, str]:
 
 CLASSES = [name.strip("`") for name in documented("are convertible:")]
 OTHERS = sorted({*CLASSES} - {changes.get("model_type", "llama") for changes in FAMILIES.values()})
+
+
+READ = "llama", "phi3", "qwen2_moe", "phimoe", "stablelm", "gpt_oss"
+
+
+@pytest.mark.parametrize("name", [
+    *READ, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CLASSES} - {*READ}))])
+def test_packed_rows_and_generation_are_read_as_the_class_itself_reads_them(name, group_of_one, tmp_path,
+                                                                            monkeypatch):
+    """In the mode of training, whatever a config says of dropout and noise; beyond windows and RoPE's switch:
+    loss and gradients of samples alone, twice the same bits, and the logits that tokens are drawn from."""
+    model = class_model(noisy(name))
+    model.save_pretrained(tmp_path / "model")
+    samples = [Sample(torch.randint(256, (length,)).tolist()) for length in (6, 30, 15, 25)]
+    row = build_row(samples, 4)
+    weights = torch.randn(sum(map(len, samples)), model.config.hidden_size)
+
+    def gradients(net, hidden):
+        loss = (hidden * weights).mean()
+        net.zero_grad()
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for _, parameter in sorted(net.named_parameters())
+                                 if parameter.grad is not None)]
+
+    expected = gradients(model, torch.cat([
+        model.model(input_ids=torch.tensor([list(sample.segments[0])]), use_cache=False).last_hidden_state[0]
+        for sample in samples]))
+    path = str(tmp_path / "model")
+    trainee = build(load_config(path), group_of_one, Execution(recompute=True, whole=True),
+                    lambda name: (path, name))
+    first, second = (gradients(trainee.net, trainee(row)) for _ in range(2))
+    for packed, again, alone in zip(first, second, expected, strict=True):
+        assert torch.equal(packed, again)
+        torch.testing.assert_close(packed, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max()))
+
+    model.config._experts_implementation = "eager"  # the others know no float64, in which no router wavers
+    model, drawn, draw = model.double(), [], decoding.draw
+    monkeypatch.setattr(decoding, "draw", lambda logits, *rest: drawn.append(logits) or draw(logits, *rest))
+    decoder, tokens = decoding.Decoder(model, 2, 40), TOKENS[:, :40]
+    for position in range(40):
+        decoder.next(position, tokens[:, position], torch.rand(2, 1, dtype=torch.float64))
+    with torch.no_grad():
+        for position, logits in enumerate(drawn):
+            own = model(tokens[:, : position + 1], use_cache=False).logits[:, -1]
+            torch.testing.assert_close(logits, own, rtol=0, atol=1e-4 * float(own.std()))
+
+
+def checkpoint_files(directory) -> dict[str, bytes]:
+    """Every file's bytes, but for the record, which holds the date."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "stage.json"}
+
+
+def class_model(config):
+    """A small random model of this config."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 2:
+                parameter.normal_(std=0.2)
+            elif name.endswith("bias") or "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
 
 
 def test_the_readme_counts_the_classes_that_are_documented():
@@ -309,7 +380,7 @@ def test_the_documented_classes_and_reasons_are_those_of_the_proof():
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_whole_run(name, inputs, tmp_path):
     changes = dict(FAMILIES.get(name, {}))
-    source = tiny_model(**changes) if name in FAMILIES else class_model(name)
+    source = tiny_model(**changes) if name in FAMILIES else class_model(small_config(name, bos_token_id=END))
     source = source.bfloat16() if name == "qwen2, GQA" else source
     model, home, layerwise = tmp_path / "model", tmp_path / "run", tmp_path / "layerwise"
     source.save_pretrained(model)

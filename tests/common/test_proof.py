@@ -4,15 +4,17 @@ for its reason; what becomes of the head's products."""
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from bench.families import small_config
 from common import proof
 from common.errors import UserError
 from common.families import as_they_were, in_order, rope_frequencies
-from common.forward import Reached, attending, attention_factor
+from common.forward import Reached, attending, attention_factor, windows
 from common.head import head_of
 from common.method.rope import to_complex
+from common.models import empty_model
 from helpers import tiny_model
 from test_families import FAMILIES
 
@@ -100,6 +102,25 @@ def test_layers_of_several_shapes_are_refused():
         proof.require_convertible("DIR", small_config("gemma4_text"))
 
 
+@pytest.mark.parametrize("name", ["qwen2, GQA", "gemma2", "gpt_oss"])
+def test_layers_that_differ_by_their_window_alone_are_proven_each(name):
+    """And windows are those of the model's own mask: of the last layers, of every second one."""
+    model = empty_model("", tiny_model(**FAMILIES[name]).config, torch.float64)
+    kinds = [layer.self_attn.window for layer in proof.watch_layers(model)]
+    expected = [None, None, 12] if name == "qwen2, GQA" else [12, None, 12]
+    assert sorted(kinds, key=str) == [12, None] and windows(model.config) == expected
+
+
+@pytest.mark.parametrize(("name", "where"), [("packed", "packed rows"), ("by-token", "generation")])
+def test_attention_that_packed_rows_or_generation_would_read_otherwise_is_refused(monkeypatch, name, where):
+    def hotter(*heads, scaling, **options):
+        return function(*heads, scaling=1.1 * scaling, **options)
+
+    function = ALL_ATTENTION_FUNCTIONS[name]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, hotter)
+    assert refusal().endswith(f"its attention is another one in {where}")
+
+
 def refusal(**changes) -> str:
     """Why a config is refused."""
     config = AutoConfig.for_model(changes.pop("model_type", "llama"), **SMALL | changes)
@@ -121,7 +142,11 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, 
     ({"model_type": "afmoe", "head_dim": 8}, "its attention is another one when heads are rotated"),  # gates
     ({"model_type": "hunyuan_v1_dense", "head_dim": 8}, "it has query_layernorm, key_layernorm"),
     ({"model_type": "nanochat"}, "its keys are normalized behind RoPE"),
-    ({"model_type": "llama4_text", "head_dim": 8}, "its layers read what is not known here"),
+    ({"model_type": "llama4_text", "head_dim": 8}, "its mask is neither causal nor a sliding window"),
+    ({"model_type": "laguna", "head_dim": 8, "num_attention_heads_per_layer": [8, 16]},
+     "one of its layers has 16 query heads, others 8"),
+    ({"sliding_window": 12, "layer_types": ["sliding_attention"] * 2},
+     "transformers' cache keeps 12 tokens by its config (sliding_window, layer_types), but its attention"),
     ({"model_type": "falcon_h1", "head_dim": 8}, "its layers do more than normalize before their attention"),
     ({"model_type": "phi", "qk_layernorm": True}, "it has q_layernorm, k_layernorm"),
     ({"model_type": "cohere", "use_qk_norm": True}, "its attention"),

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from common import attention
+from common.attention import packed_attention
 from common.families import needs_eager
-from common.training import attention
-from common.training.attention import packed_attention, varlen_applies
+from common.training import attention as training_attention
+from common.training.attention import varlen_applies
 from common.training.packing import build_row
 from helpers import tiny_model
 from test_families import FAMILIES, assert_packed_is_eager
@@ -54,7 +56,7 @@ def formula_as_kernel(monkeypatch):
         return varlen_formula(*arguments, **options)
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "varlen_applies", lambda weight, head_dim: True)
+    monkeypatch.setattr(training_attention, "varlen_applies", lambda weight, head_dim: True)
     return calls
 
 
@@ -70,8 +72,8 @@ def test_one_kernel_equals_a_kernel_a_sample(formula_as_kernel):
     samples, generator = random_samples(6), torch.Generator().manual_seed(1)
     row = build_row(samples, 6)
     states = [torch.randn(1, heads, sum(row.lengths), 8, generator=generator) for heads in (4, 2, 2)]
-    module = SimpleNamespace(num_key_value_groups=2, is_causal=True, config=tiny_model().config)
-    attend = partial(packed_attention, module, *states, None, sliding_window=5, scaling=0.3)
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True, config=tiny_model().config, window=5)
+    attend = partial(packed_attention, module, *states, None, scaling=0.3)
     expected, _ = attend(lengths=np.array(row.lengths))
     together, _ = attend(starts=row.starts, longest=max(row.lengths))
     torch.testing.assert_close(together, expected, rtol=0, atol=1e-5)

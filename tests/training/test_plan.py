@@ -113,7 +113,7 @@ def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bo
         masks.patch(model, 2, blended)
         masks.set_masks(model, torch.full((layers, 8), 0.5).requires_grad_())
     if recompute:
-        recompute_layers(model.train())
+        recompute_layers(model)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
