@@ -4,6 +4,7 @@ Masks, positions, embeddings and logits are what the model's class makes of them
 here, so whatever stands around attention in a family needs no code of ours.
 """
 
+import bisect
 import contextlib
 import sys
 
@@ -154,41 +155,29 @@ def attach_windows(model) -> None:
 
 
 @by_config
-def rope_of(config):
-    """function(positions) -> what the layers of a config's model are told of the first two positions in a
-    forward pass over so many: RoPE's cosines and sines, which a LongRoPE takes from the longest position.
+def rope_switch(config, longest: int, name: str) -> int | None:
+    """The tokens of a text beyond which a config's model turns its channels by other angles, as a LongRoPE
+    does; None if they are the same for all texts of up to `longest`. name: for errors.
+
+    Raises UserError if they change with every token.
     """
     model, hidden = empty_model("", config, torch.float32), torch.zeros(1, 3, config.hidden_size)
+    layers = range(len(model.model.layers))
 
-    def told(positions: int) -> list[torch.Tensor]:
-        layers = range(len(model.model.layers))
-        for last in (1, positions - 1):  # a short forward pass first: some remember the longest
+    def first_turns(tokens: int) -> torch.Tensor:
+        """What layers are told of the positions 0 and 1, RoPE's cosines and sines, in a text of so many."""
+        for last in (1, tokens - 1):  # a short one first: some remember the longest
             arguments = layer_arguments(model, layers, hidden, torch.tensor([0, 1, last]))
-        leaves = (leaf for leaf in tree_leaves(arguments) if torch.is_tensor(leaf))
-        return [leaf[:, :2] for leaf in leaves if leaf.is_floating_point()]
+        leaves = [leaf[:, :2].flatten() for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)]
+        return torch.cat([leaf.double() for leaf in leaves])
 
-    return told
-
-
-@by_config
-def rope_switch(config, longest: int, name: str) -> int | None:
-    """The number of positions beyond which RoPE turns by other angles in a config's model, for texts of up to
-    `longest`; None if it is one RoPE for all of them. name: for errors.
-
-    Raises UserError if there is a text for which the angles depend on its very length.
-    """
-    told = rope_of(config)
-
-    def same(first: int, second: int) -> bool:
-        return all(torch.equal(*pair) for pair in zip(told(first), told(second), strict=True))
+    def same(*tokens: int) -> bool:
+        return torch.equal(*map(first_turns, tokens))
 
     if same(2, longest):
         return None
-    below, beyond = 2, longest
-    while beyond - below > 1:
-        middle = (below + beyond) // 2
-        below, beyond = (middle, beyond) if same(2, middle) else (below, middle)
-    if not same(beyond, FARTHEST):
+    below = bisect.bisect_left(range(longest), True, 2, key=lambda tokens: not same(2, tokens)) - 1
+    if not same(below + 1, FARTHEST):
         raise UserError(f"{name}: expected texts of at most {below} tokens, beyond which its RoPE changes "
                         f"with every token, found {longest}")
     return below

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import paper
 from common.data.rows import Sample
+from common.forward import attending
 from common.method import masks
 from common.method.merge import Merge, mean_merge, merge_layer, merged_config
 from common.models import load_config
@@ -67,7 +68,8 @@ def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
 def sample_logits(trainee, sample: Sample) -> torch.Tensor:
     """Logits [T - 1, V] of the predicted tokens of a sample by itself."""
     tokens = torch.tensor([[*sample.prompt, *sample.answer]])
-    return trainee.net(input_ids=tokens, use_cache=False).logits[0, :-1]
+    with attending(trainee.net, "sdpa"):
+        return trainee.net(input_ids=tokens, use_cache=False).logits[0, :-1]
 
 
 def distillation_terms(student, teacher, kl_on="prompt", temperature=1.0) -> dict[str, torch.Tensor]:
