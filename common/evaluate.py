@@ -166,6 +166,15 @@ def decoded(tokenizer, ids) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def end_tokens(tokenizer, *listed) -> list[int]:
+    """Sorted ids of the tokens that end an answer: the tokenizer's and the listed ones.
+
+    listed: the eos_token_id of the config and of the generation config, an id, a list of ids or None each.
+    """
+    lists = (ids if isinstance(ids, list) else [ids] for ids in (tokenizer.eos_token_id, *listed))
+    return sorted({token for token in itertools.chain.from_iterable(lists) if isinstance(token, int)})
+
+
 @contextlib.contextmanager
 def greedy(model, tokenizer, longest: int):
     """Context manager: a GenerationConfig of plain greedy decoding, of at most `longest` tokens.
@@ -174,13 +183,11 @@ def greedy(model, tokenizer, longest: int):
     the config's and the generation config's.
     """
     own = model.generation_config
-    ends = {tokenizer.eos_token_id}
-    for ids in (model.config.eos_token_id, own.eos_token_id):
-        ends.update(ids if isinstance(ids, list) else [ids])
+    ends = end_tokens(tokenizer, model.config.eos_token_id, own.eos_token_id)
     model.generation_config = GenerationConfig()  # generate() takes from it what is not set below
     try:
         yield GenerationConfig(do_sample=False, max_new_tokens=longest, pad_token_id=tokenizer.eos_token_id,
-                               eos_token_id=sorted(ends - {None}))
+                               eos_token_id=ends)
     finally:
         model.generation_config = own
 

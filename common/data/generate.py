@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,7 @@ from common.data.text import (
     write_array,
 )
 from common.errors import UserError
+from common.evaluate import end_tokens
 from common.families import geometry
 from common.files import read_json, sha256, write_json
 from common.models import fingerprint, load_config, load_model, load_tokenizer
@@ -64,29 +66,34 @@ class Script:
     answered: list[bool]  # whether it is part of an answer
     turns: list[tuple[int, list[int], int]]  # state in which the model speaks, what ends that, state after it
     next: list[int]  # state after each; a turn's is its own
-    end: int | None = None  # ends a turn, too, unless it is what ends it; then its next states' tokens follow
+    ends: list[tuple[int, int]]  # a turn's state and a token in whose place its next states' tokens come
 
 
-TEXT = Script([SPEAKS], [False], [], [0])
+TEXT = Script([SPEAKS], [False], [], [0], [])
 
 
-def chat_script(opening: list[int], endings: list, end: int) -> Script:
+def chat_script(opening: list[int], endings: list, end: int, others: Iterable[int] = ()) -> Script:
     """Chats of two turns, in the form that chat_form gives, one after another.
 
-    A turn ends with its marker, or with the end-of-sequence token, in whose place comes all that ends it.
+    A turn ends with its marker, or with an end token, in whose place comes all that ends the turn. An answer
+    keeps an end token that its template does not write, unless it is `end`: models end calls of tools so.
+
+    end: the end-of-sequence token. others: the other end tokens.
     """
-    tokens, answered, turns = [*opening], [False] * len(opening), []
+    tokens, answered, turns, ends = [*opening], [False] * len(opening), [], []
     following = list(range(1, len(opening) + 1))
     for is_answer, (marker, rest, whole) in zip((False, True), endings, strict=True):
         state = len(tokens)
         tokens += [SPEAKS, *whole, *rest]
         answered += [is_answer] * (len(tokens) - state)
         following += [state, *range(state + 2, len(tokens) + 1)]
-        turns.append((state, marker, state + 1 + len(whole)))
+        kept = [token for token in others if is_answer and token not in whole]
+        turns += [(state, last, state + 1 + len(whole)) for last in (marker, *([token] for token in kept))]
+        ends += [(state, token) for token in (end, *others) if token not in kept and [token] != marker]
         if whole:
             following[state + len(whole)] = len(tokens)
     return Script(tokens, answered, [(at, marker, after % len(tokens)) for at, marker, after in turns],
-                  [state % len(tokens) for state in following], end)
+                  [state % len(tokens) for state in following], ends)
 
 
 class Rows:
@@ -94,12 +101,9 @@ class Rows:
 
     def __init__(self, script: Script, beginnings: list[list[int]], length: int, device="cpu"):
         tensor = functools.partial(torch.tensor, device=device)
-        self.end = SPEAKS if script.end is None else script.end  # which no model draws
         self.said, self.answered, self.after = map(tensor, (script.tokens, script.answered, script.next))
-        self.ends = torch.zeros_like(self.answered)  # states that the end-of-sequence token ends
+        self.ends = tensor(script.ends).view(len(script.ends), 2)
         self.turns = [(state, tensor(marker), after) for state, marker, after in script.turns if marker]
-        for state, marker, _ in script.turns:
-            self.ends[state] = marker != [script.end]
         self.tokens = torch.zeros(len(beginnings), length, dtype=torch.int64, device=device)
         self.of_answers = torch.zeros_like(self.tokens, dtype=torch.bool)
         self.begun = tensor([len(beginning) for beginning in beginnings])
@@ -111,7 +115,7 @@ class Rows:
         """[n]: the tokens at a position, where the model has drawn these."""
         state, said = self.state, self.said[self.state]
         speaks = said == SPEAKS
-        ended = speaks & self.ends[state] & (drawn == self.end)
+        ended = (torch.stack((state, drawn), 1)[:, None] == self.ends).all(2).any(1)
         state = torch.where(ended, (state + 1) % len(self.said), state)
         tokens = torch.where(speaks & ~ended, drawn, self.said[state])
         tokens = torch.where(position < self.begun, self.tokens[:, position], tokens)
@@ -206,6 +210,9 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     config, tokenizer = load_config(context.model), load_tokenizer(context.model)
     device, end = torch.device(context.device), tokenizer.eos_token_id
     start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    settings = read_json(os.path.join(context.model, "generation_config.json"))
+    listed = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    others = [token for token in end_tokens(tokenizer, config.eos_token_id, listed) if token != end]
     form, file = chat_form(tokenizer) if chats else None, source.partition(":")[2]
     if form and file:
         raise UserError(f"--chat {source}: expected generated, which continues no file, or a file of chats")
@@ -215,6 +222,9 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
               "sha256": version_of(file), "seed": SEEDS[split],
               "temperature": 1, "length": length, "rows_at_once": at_once, "device": device.type}
     record |= {} if chats else {"begin": start}
+    script = chat_script(*form, end, others) if form else TEXT
+    if form and script != chat_script(*form, end):
+        record["ends"] = others
     key = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]
     directory = os.path.join(context.run, "tokens", f"generated-{key}")
     pieces = [range(sequences)[first : first + at_once] for first in range(0, sequences, at_once)]
@@ -227,8 +237,7 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     if missing and context.layerwise:
         raise UserError(f"{source}: expected no --layerwise, as the model must be in memory to generate")
     with context.ranks.waiting() if context.ranks else contextlib.nullcontext():
-        model = missing and load_model(context.model, DTYPES[device.type], context.device)
-        script, decoder = chat_script(*form, end) if form else TEXT, None
+        model, decoder = missing and load_model(context.model, DTYPES[device.type], context.device), None
         total = sum(map(len, missing)) * length
         with Progress(total=total, desc="generating", unit="tok", unit_scale=True, leave=False) as bar:
             for piece in missing:

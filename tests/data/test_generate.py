@@ -144,37 +144,38 @@ def test_a_model_may_end_turns_as_the_template_does(tokenizer):
     assert answers == ("Yes</s>So</s>" if "</s>" in text else "Yes<|im_end|>\nSo<|im_end|>\n")
 
 
-def chat_by_definition(opening: list[int], endings: list, end: int):
+def chat_by_definition(opening: list[int], endings: list, end: int, others: tuple):
     """A coroutine that is sent drawn tokens and yields a chat's, one at a time."""
     drawn = None
     while True:
         for token in opening:
             drawn = yield token
         for stored, (marker, rest, whole) in zip((operator.pos, operator.invert), endings, strict=True):
-            turn = []
-            while drawn != end or marker == [end]:
+            turn, kept = [], set(others) - {*whole} if stored is operator.invert else set()
+            while drawn not in {end, *others} - kept or marker == [drawn]:
                 turn.append(drawn)
                 drawn = yield stored(drawn)
-                if turn[-len(marker) :] == marker:
+                if turn[-len(marker) :] == marker or turn[-1] in kept:
                     whole = rest
                     break
             for token in whole:
                 drawn = yield stored(token)
 
 
+@pytest.mark.parametrize("others", [(), (3,), (1, 3)])
 @pytest.mark.parametrize("endings", [
     [([1, 2], [3], [1, 2, 3]), ([2], [], [2])],
     [([2, 2, 1], [], [2, 2, 1]), ([0], [4, 5], [0, 4, 5])],  # 0: the end-of-sequence token
     [([0], [], [0]), ([], [], [])],
     [([1], [1, 2], [4, 1, 1, 2]), ([2, 1], [2], [2, 1, 2])],
 ])
-def test_rows_are_what_each_would_say_alone(endings):
+def test_rows_are_what_each_would_say_alone(endings, others):
     draws = torch.randint(0, 4, (50, 200), generator=torch.Generator().manual_seed(0))
-    rows, alone = Rows(chat_script([5, 3], endings, 0), [[]] * 50, 200), []
+    rows, alone = Rows(chat_script([5, 3], endings, 0, others), [[]] * 50, 200), []
     for position, drawn in enumerate(draws.T):
         rows.write(position, drawn)
     for row in draws.tolist():
-        chat = chat_by_definition([5, 3], endings, 0)
+        chat = chat_by_definition([5, 3], endings, 0, others)
         alone.append([chat.send(token) for token in [None, *row[1:]]])
     assert (rows.numpy() == alone).all()
 
@@ -274,6 +275,26 @@ def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path
             of_ranks = tokens("ranks", ranks=ranks)
         assert len(calls) == (5 if rank else 7)  # pieces of 2 rows; of 2 and of 1
     assert (of_ranks == expected).all()
+
+
+@pytest.mark.parametrize("where", ["config", "generation_config"])
+def test_generated_turns_end_with_all_tokens_that_a_checkpoint_lists(model, tmp_path, where):
+    """Its record says so only where they are more than the tokenizer's."""
+    tokenizer, changed = load_tokenizer(model), json.loads((tmp_path / "model" / f"{where}.json").read_text())
+    calls, (turn,) = list(range(100)), ids_of(tokenizer, "<|im_end|>")
+    for name, listed, ends in (("one", END, None), ("list", [END], None),
+                               ("several", [turn, END, *calls], [*calls, turn])):
+        (tmp_path / "model" / f"{where}.json").write_text(json.dumps(changed | {"eos_token_id": listed}))
+        rows = generated("generated", origin(model, tmp_path / name), 4, 200, chats=True)
+        (record,) = (json.loads(path.read_text()) for path in (tmp_path / name).rglob("0-4.json"))
+        assert record.get("ends") == ends
+    answers = [answer.tolist() for sample in as_samples(rows) for answer in sample.segments[1::2]]
+    closing, called = ids_of(tokenizer, "\n"), 0
+    for answer in answers:
+        spoken = answer[: -len(closing)] if answer[-1:] == closing else answer
+        called += spoken[-1] in calls
+        assert not {*calls, turn, END}.intersection(spoken[:-1])
+    assert called > 3
 
 
 def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, monkeypatch):
