@@ -7,7 +7,7 @@ import pytest
 from common.data import data_sets
 from common.data.chat import load_chats
 from common.data.rows import read_rows
-from common.data.sources import check_sources
+from common.data.sources import check_sources, hub_commits
 from common.data.text import EVALUATION, HELDOUT, TRAIN, digests_of, read_documents
 from common.errors import UserError
 from helpers import expect_error, run
@@ -54,6 +54,7 @@ def test_a_data_set_is_known_by_its_commit(data_set):
     sources, second = ["hf:acme/data:text", "generated:hf:acme/data:chats", "generated", None], "b" * 40
     read = digests_of(sources)
     assert read == dict.fromkeys(("hf:acme/data:text", "hf:acme/data:chats"), "a" * 40)
+    assert hub_commits(sources[:3]) == read
     data_set.commit = second
     assert digests_of(sources) == read and next(read_rows("hf:acme/data:text"))
     assert data_set.revisions == {"a" * 40}

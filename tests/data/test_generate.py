@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import math
 import operator
@@ -285,7 +286,7 @@ def test_generated_turns_end_with_all_tokens_that_a_checkpoint_lists(model, tmp_
     for name, listed, ends in (("one", END, None), ("list", [END], None),
                                ("several", [turn, END, *calls], [*calls, turn])):
         (tmp_path / "model" / f"{where}.json").write_text(json.dumps(changed | {"eos_token_id": listed}))
-        rows = generated("generated", origin(model, tmp_path / name), 4, 200, chats=True)
+        rows = generated("generated", origin(model, tmp_path / name), 4, 120, chats=True)
         (record,) = (json.loads(path.read_text()) for path in (tmp_path / name).rglob("0-4.json"))
         assert record.get("ends") == ends
     answers = [answer.tolist() for sample in as_samples(rows) for answer in sample.segments[1::2]]
@@ -333,8 +334,12 @@ def test_documents_are_continued(model, tmp_path):
         generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 2, 100)
 
 
-def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("common.head.product", lambda left, right: left.float() @ right.float() * math.inf)
+@pytest.mark.parametrize("broken", [range(9), [0], [8]])
+def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch, broken):
+    """In whichever of a row's steps."""
+    steps = itertools.count()
+    monkeypatch.setattr("common.head.product", lambda left, right: left.float() @ right.float() * (
+        math.inf if next(steps) in broken else 1))
     with pytest.raises(UserError, match="model: cannot generate: found NaN or Inf in its logits"):
         generated("generated", origin(model, tmp_path), 2, 10)
 

@@ -1,5 +1,6 @@
 """Sequences and prompts that begin with the begin-of-sequence token, as the tokenizer's own texts do."""
 
+import argparse
 import json
 import random
 from dataclasses import replace
@@ -11,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
 
 from common import evaluate
+from common.compared import read_calibration_text
 from common.data.pool import Sources, load_pool
 from common.data.sources import DataContext, begun, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
@@ -117,6 +119,13 @@ def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_pa
         run("04_align.py", "--run", copy, "--text", home / f"{name}.jsonl", "--sequences", 2, "--force")
         perplexities.append(read(copy / "merged" / "stage.json")["summary"]["perplexity_source"])
     assert perplexities[0] == perplexities[1]
+
+
+def test_other_text_of_a_calibration_begins_so_too(aligned):
+    for bos, out in zip((True, False), aligned.values(), strict=True):
+        args = argparse.Namespace(bos=None, length=LENGTH, sequences=2, device="cpu", layerwise=False)
+        tokens, _ = read_calibration_text(str(out / "calibration"), args)
+        assert args.bos == bos and (tokens == BEGIN).sum(1).tolist() == [1, 1]
 
 
 def test_the_equivalence_check_goes_on_in_text_that_begins_as_asked(inputs, tmp_path):

@@ -17,6 +17,7 @@ from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 from common import evaluate, models
 from common.data import text
 from common.data.chat import load_chats, token_lines
+from common.data.rows import Sample
 from common.data.tasks import example_from_row
 from common.errors import UserError
 from common.evaluate import require_finite
@@ -331,15 +332,18 @@ def test_answers_of_chats_come_first_from_messages_as_from_their_tokens(evaluati
 
 def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, checkpoint, tmp_path):
     tasks, prompts, text = tmp_path / "tasks", tmp_path / "prompts.txt", tmp_path / "text.txt"
+    chats = tmp_path / "chats.jsonl"
     tasks.mkdir()
     shutil.copy(f"{inputs['tasks']}/boolq.validation.jsonl", tasks)
     shutil.copy(inputs["text"], text)
     prompts.write_text("What is red?\n")
+    chats.write_text(token_lines([Sample((1, 2), (3, 4))]))
     arguments = ["--run", tmp_path / "run", "--model", checkpoint, "--tasks", tasks, "--only", "boolq",
-                 "--limit", 1, "--text", text, "--length", 8, "--sequences", 1, "--prompts", prompts]
+                 "--limit", 1, "--text", text, "--length", 8, "--sequences", 1, "--prompts", prompts,
+                 "--chat", chats]
     run("07_eval.py", *arguments)
     assert "complete, by this command and from these inputs" in run("07_eval.py", *arguments).stdout
-    for path in (tasks / "boolq.validation.jsonl", prompts, text, checkpoint / "config.json"):
+    for path in (tasks / "boolq.validation.jsonl", prompts, text, chats, checkpoint / "config.json"):
         content = path.read_bytes()
         path.write_bytes(content + b"\n")
         name = "model" if path.parent == checkpoint else path.name
