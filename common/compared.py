@@ -96,7 +96,7 @@ def read_chats(path: str, tokenizer, config, args) -> tuple[list[Sample], str]:
     if not has_tokens(args.chat):
         return load_chats(args.chat, tokenizer, positions, EVALUATION, args.sequences)
     chats, description = load_tokenized(args.chat, config.vocab_size, args.sequences)
-    check_lengths(enumerate(chats, 1), positions, f"{path}: {args.chat}")
+    check_lengths(enumerate(chats, 1), positions, f"{path}: {args.chat}", chats=True)
     return chats, description
 
 

@@ -17,7 +17,7 @@ from common.forward import attention_alone, replaced
 from common.head import Head, head_of
 from common.method.losses import cross_entropy
 from common.metrics import COMPARED
-from common.models import bos_prefix
+from common.models import bos_prefix, end_tokens
 from common.progress import Progress
 from common.quantized_cache import LAYOUTS, PLAIN, quantized
 from common.training.packing import build_row
@@ -164,15 +164,6 @@ class StopOnMismatch(StoppingCriteria):
 def decoded(tokenizer, ids) -> str:
     """The text of token ids, without special tokens and with blanks as they are."""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def end_tokens(tokenizer, *listed) -> list[int]:
-    """Sorted ids of the tokens that end an answer: the tokenizer's and the listed ones.
-
-    listed: the eos_token_id of the config and of the generation config, an id, a list of ids or None each.
-    """
-    lists = (ids if isinstance(ids, list) else [ids] for ids in (tokenizer.eos_token_id, *listed))
-    return sorted({token for token in itertools.chain.from_iterable(lists) if isinstance(token, int)})
 
 
 @contextlib.contextmanager

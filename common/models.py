@@ -312,6 +312,15 @@ def bos_prefix(tokenizer) -> list[int]:
     return [begin] if bos else []
 
 
+def end_tokens(tokenizer, *listed) -> list[int]:
+    """Sorted ids of the tokens that end an answer: the tokenizer's and the listed ones.
+
+    listed: the eos_token_id of the config and of the generation config, an id, a list of ids or None each.
+    """
+    lists = (ids if isinstance(ids, list) else [ids] for ids in (tokenizer.eos_token_id, *listed))
+    return sorted({token for ids in lists for token in ids if isinstance(token, int)})
+
+
 def save_tokenizer(path: str, directory: str) -> None:
     """Copy the files of a checkpoint's tokenizer to another directory, byte for byte.
 

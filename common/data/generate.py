@@ -39,10 +39,9 @@ from common.data.text import (
     write_array,
 )
 from common.errors import UserError
-from common.evaluate import end_tokens
 from common.families import geometry
 from common.files import read_json, sha256, write_json
-from common.models import fingerprint, load_config, load_model, load_tokenizer
+from common.models import end_tokens, fingerprint, load_config, load_model, load_tokenizer
 from common.progress import Progress
 from common.weights import open_checkpoint, shape_of
 

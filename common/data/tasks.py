@@ -258,8 +258,9 @@ def choice_samples(example: Example, tokenizer) -> list[Sample]:
     return [Sample(prompt, (*_ids(choice, tokenizer), end)) for choice in example.choices]
 
 
-def check_lengths(samples: Iterable[tuple[int, Sample]], positions: int, source: str) -> None:
-    """Raise UserError for a sample that exceeds the model's positions or has an empty answer.
+def check_lengths(samples: Iterable[tuple[int, Sample]], positions: int, source: str, chats=False) -> None:
+    """Raise UserError for a sample that exceeds the model's positions or, unless it is a chat, has an empty
+    answer.
 
     samples: (row number, sample) pairs. positions: the model's max_position_embeddings. source: name of
     the data in error messages.
@@ -268,6 +269,6 @@ def check_lengths(samples: Iterable[tuple[int, Sample]], positions: int, source:
         if len(sample) > positions:
             raise UserError(f"{source} row {index}: expected at most {positions} tokens (the model's "
                             f"max_position_embeddings), found {len(sample)}")
-        if len(sample.answer) < 2:
+        if not chats and len(sample.answer) < 2:
             raise UserError(f"{source} row {index}: expected at least one token per choice, "
                             "found a choice with none")

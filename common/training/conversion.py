@@ -79,5 +79,6 @@ class TrainingRun:
     def computation(self) -> dict:
         """What must match on resume because it changes the metrics."""
         settings = {"dtype": str(self.execution.compute), "attention": self.execution.attention}
-        commits = hub_commits([*self.started.args.text, *self.started.args.chat])
+        args = self.started.args
+        commits = hub_commits([*args.text, *args.chat, args.heldout_text])
         return settings | ({HUB_COMMITS: commits} if commits else {})

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from common.compared import read_chats
 from common.data import chat
 from common.data.chat import load_chats
 from common.data.rows import Sample
@@ -258,6 +259,17 @@ def test_tokenized_chats_that_are_none_are_one_line(tmp_path, segments, message)
     assert chat.load_tokenized(str(path), 9, 1)[0] == [Sample([1, 2], [8])]
     with pytest.raises(UserError, match=f"tokens.jsonl line 2: .*{message}"):
         chat.load_tokenized(str(path), 9, 2)
+
+
+def test_tokenized_chats_are_compared_whatever_the_length_of_their_answers(tmp_path):
+    """An answer may be its end token alone; beyond the model's positions there is none."""
+    path, config = tmp_path / "tokens.jsonl", SimpleNamespace(max_position_embeddings=3, vocab_size=9)
+    path.write_text(chat.token_lines([Sample([1, 2], [8])]))
+    options = SimpleNamespace(chat=str(path), sequences=1)
+    assert read_chats("model", None, config, options)[0] == [Sample([1, 2], [8])]
+    config.max_position_embeddings = 2
+    with pytest.raises(UserError, match="tokens.jsonl row 1: expected at most 2 tokens"):
+        read_chats("model", None, config, options)
 
 
 def test_one_chat_in_ten_is_held_out_by_its_content(tmp_path):

@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,8 +28,10 @@ from common.errors import UserError
 from common.files import sha256
 from common.metrics import CHAT_SET, TEXT_SET, read_metrics
 from common.training.checkpoints import saved_checkpoints
+from common.training.conversion import TrainingRun
 from common.training.heldout import heldout_texts, load_heldout
 from common.training.settings import read
+from common.training.sharding import Execution
 from common.weights import open_checkpoint
 from helpers import GROUPING, copy_run, expect_error, run
 from local_hub import save_data_set, serving
@@ -180,13 +183,16 @@ def test_tokens_are_those_of_a_data_sets_commit(data_set, inputs, tmp_path, grou
     assert other != name and same == description
 
 
-def test_ranks_agree_on_the_commit_of_heldout_text(data_set, inputs, tmp_path, group_of_one, monkeypatch):
+def test_ranks_agree_on_the_commit_of_heldout_text_and_a_training_keeps_it(data_set, inputs, tmp_path, group_of_one, monkeypatch):
     agreed, on_all_ranks = [], "common.training.checkpoints.of_first_rank"
     monkeypatch.setattr(on_all_ranks, lambda value: agreed.append(value) or value)
     sources = Sources(text=[inputs["text"]], text_length=8, heldout_text=HUB_TEXT, heldout_sequences=1)
     args = argparse.Namespace(run=str(tmp_path), plan=None, bos=None, heldout_every=1)
     read(sources, inputs["model"], args, group_of_one, {})
     assert agreed == [{HUB_TEXT: "a" * 40}]
+    started = SimpleNamespace(args=SimpleNamespace(text=[], chat=[], heldout_text=HUB_TEXT))
+    run = TrainingRun("", "", None, None, None, group_of_one, Execution(), started)
+    assert run.computation["hub_commits"] == {HUB_TEXT: "a" * 40}
 
 
 @pytest.mark.slow
