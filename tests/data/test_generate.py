@@ -105,6 +105,14 @@ def test_every_token_is_drawn_from_the_softmax_after_those_before_it(changes):
     assert abs((surprise - entropy)[drawn].sum() / variance[drawn].sum().sqrt()) < 3.5
 
 
+def test_a_text_so_long_that_rope_changes_with_every_token_is_one_line():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = tiny_model(rope_parameters=rope, max_position_embeddings=32)
+    assert Decoder(model, 1, 32).switch is None
+    with pytest.raises(UserError, match="at most 32 tokens, beyond which its RoPE changes with every .* 40"):
+        Decoder(model, 1, 40)
+
+
 def ids_of(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -183,7 +183,8 @@ def test_tokens_are_those_of_a_data_sets_commit(data_set, inputs, tmp_path, grou
     assert other != name and same == description
 
 
-def test_ranks_agree_on_the_commit_of_heldout_text_and_a_training_keeps_it(data_set, inputs, tmp_path, group_of_one, monkeypatch):
+def test_ranks_agree_on_the_commit_of_heldout_text_and_keep_it(data_set, inputs, tmp_path, group_of_one,
+                                                               monkeypatch):
     agreed, on_all_ranks = [], "common.training.checkpoints.of_first_rank"
     monkeypatch.setattr(on_all_ranks, lambda value: agreed.append(value) or value)
     sources = Sources(text=[inputs["text"]], text_length=8, heldout_text=HUB_TEXT, heldout_sequences=1)
