@@ -10,9 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from common.data.rows import Sample
 from common.equivalence import max_difference
 from common.evaluate import cache_bytes_per_token
 from common.families import geometry
+from common.training.attention import Trainee
+from common.training.packing import build_row
 from dha_models import EIGHT, GROUPS, HALVES, PAIRS, fused_pair, fused_tiny, random_operators, tokens
 from helpers import ROOT, save_tiny, tiny_model
 from related.dha import fusion, start
@@ -134,10 +137,10 @@ def test_attention_implementations_agree_step_by_step_too_and_packed_samples_sta
     expected, cache, steps = all_logits(fused, tokens()), None, []
     for attention in ("eager", "sdpa", "packed"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention).eval()
+        trainee = Trainee(loaded)
         assert max_difference(expected, all_logits(loaded, tokens())) < 1e-4
     with torch.no_grad():
-        both = loaded(input_ids=tokens().view(1, -1), position_ids=torch.arange(40).repeat(2)[None],
-                      lengths=torch.tensor([40, 40]), use_cache=False).logits[0]
+        both = loaded.lm_head(trainee(build_row([Sample(sample.tolist()) for sample in tokens()], 2)))
         for part in tokens()[:1].split((30, 1, 9), dim=1):
             output = fused(input_ids=part, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
