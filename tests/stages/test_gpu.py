@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from transformers.utils import is_flash_attn_2_available
 
-from common import models
+from common import attention, models
 from common.data.decoding import Decoder
 from common.data.generate import TEXT, Rows, sample
 from common.equivalence import max_difference
@@ -30,7 +30,8 @@ from common.method.losses import bild, chunked, cross_entropy, kl
 from common.method.procrustes import align_layer, key_overlap, value_overlap
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models import load_model
-from common.training import attention, engine
+from common.training import attention as training_attention
+from common.training import engine
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED, Step, clip_gradients
@@ -258,7 +259,8 @@ def varlen_calls(monkeypatch) -> list:
     if kernel:
         monkeypatch.setattr(attention, "varlen_attn", counted)
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention, "varlen_applies", lambda weight, size: weight.dtype == torch.bfloat16)
+        monkeypatch.setattr(training_attention, "varlen_applies",
+                            lambda weight, size: weight.dtype == torch.bfloat16)
     return calls
 
 
