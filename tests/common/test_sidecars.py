@@ -1,9 +1,11 @@
 """The files beside a checkpoint's weights: what the source wrote, and what older programs read."""
 
 import json
+import math
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from common import sidecars
 from common.errors import UserError
@@ -12,9 +14,17 @@ from helpers import byte_tokenizer, save_tiny, tiny_model
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
-OLMO3 = {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-         "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0,
-                            "original_max_position_embeddings": 32}}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+LINEAR, DEFAULT = {"rope_type": "linear", "factor": 8.0}, {"rope_type": "default"}
+THETA, HALF = {"rope_theta": 700.0}, {"partial_rotary_factor": 0.5}
+OLMO3 = {"sliding_attention": DEFAULT | THETA, "full_attention": YARN | THETA}
+GEMMA3 = {"sliding_attention": DEFAULT | {"rope_theta": 90.0}, "full_attention": LINEAR | THETA}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+ORIGINAL = {"original_max_position_embeddings": 16}  # a sixteenth of the tiny models' positions
+FACTORS = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [2.0, 2.1, 2.2]}
+LONGROPE = FACTORS | ORIGINAL | {"rope_type": "longrope"}
+PHI3 = ORIGINAL | {"model_type": "phi3", "head_dim": 6}
+MELLUM = {"model_type": "mellum", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 def settings_of(directory) -> dict:
@@ -45,19 +55,57 @@ def test_the_config_is_the_sources_but_for_the_heads(tmp_path):
     assert list(made)[: len(source)] == list(source)
 
 
-@pytest.mark.parametrize("model_type, rope, older", [
-    ("llama", {"rope_type": "default", "rope_theta": 700.0}, {"rope_theta": 700.0, "rope_scaling": None}),
-    ("llama", LLAMA3 | {"rope_theta": 700.0}, {"rope_theta": 700.0, "rope_scaling": LLAMA3}),
-    ("olmo3", OLMO3, {"rope_theta": 500.0, "rope_scaling": {
-        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}}),
-], ids=["llama", "scaled", "olmo3"])
-def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, model_type, rope, older):
-    """They say the same, also to the release that reads both."""
-    save_tiny(tmp_path / "source", model_type=model_type, rope_parameters=rope)
+@pytest.mark.parametrize("changes, rope, older", [
+    ({}, DEFAULT, {"rope_scaling": None}),
+    ({}, LLAMA3, {"rope_scaling": LLAMA3}),
+    ({"model_type": "glm"}, DEFAULT | HALF, HALF | {"rope_scaling": None}),
+    (PHI3, LONGROPE, {"rope_scaling": {"type": "longrope"} | FACTORS, "partial_rotary_factor": 1.0}),
+    (PHI3, LONGROPE | {"factor": 16.0, "attention_factor": math.sqrt(2)},  # as it is without them
+     {"rope_scaling": {"type": "longrope"} | FACTORS, "partial_rotary_factor": 1.0}),
+    (PHI3, LONGROPE | {"attention_factor": 1.0},
+     {"rope_scaling": LONGROPE | {"attention_factor": 1.0}, "partial_rotary_factor": 1.0}),
+    ({"head_dim": 6}, LONGROPE, ORIGINAL | {"rope_scaling": LONGROPE}),
+    ({"head_dim": 6}, LONGROPE | {"factor": 4.0},  # less than the ratio that transformers 4 prefers to it
+     ORIGINAL | {"rope_scaling": LONGROPE | {"factor": 4.0, "attention_factor": math.sqrt(1.5)}}),
+    (PHI3 | {"max_position_embeddings": 8}, LONGROPE | {"attention_factor": 1.0},  # as for fewer positions
+     {"rope_scaling": {"type": "longrope"} | FACTORS, "partial_rotary_factor": 1.0}),
+    ({"model_type": "olmo"}, LINEAR, {"rope_scaling": {"type": "linear", "factor": 8.0}}),
+    ({"model_type": "olmo2"}, LINEAR, {"rope_scaling": {"type": "linear", "factor": 8.0}}),
+    ({"model_type": "olmo2"}, YARN, {"rope_scaling": YARN}),
+    (LAYERS | {"model_type": "olmo3"}, OLMO3, {"rope_scaling": YARN}),
+    (LAYERS | {"model_type": "gemma3_text"}, GEMMA3, {"rope_scaling": LINEAR, "rope_local_base_freq": 90.0}),
+    (LAYERS | MELLUM, GEMMA3, {}),  # which no older release knows
+], ids=["llama", "scaled", "glm", "phi3", "phi3, implied", "phi3, not expressible", "longrope", "its factor",
+        "phi3, fewer", "olmo", "olmo2", "olmo2, not expressible", "olmo3", "gemma3", "mellum"])
+def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, changes, rope, older):
+    """They say the same, also to the release that reads both, within the original positions and beyond."""
+    rope = rope if "full_attention" in rope else rope | THETA
+    save_tiny(tmp_path / "source", rope_parameters=rope, **changes)
     source, made = settings_of(tmp_path / "source"), written(tmp_path, dtype="bfloat16")
-    assert made == source | older | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    assert made == source | THETA | older | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     ours, theirs = (AutoConfig.from_pretrained(tmp_path / name) for name in ("made", "source"))
-    assert ours.rope_parameters == theirs.rope_parameters and str(ours.dtype) == "torch.bfloat16"
+    assert str(ours.dtype) == "torch.bfloat16"
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / "source", config=config, dtype=torch.float32)
+              for config in (ours, theirs)]
+    for length in (8, 40):
+        tokens = torch.arange(length)[None]
+        assert torch.equal(*(model(tokens).logits for model in models))
+
+
+@pytest.mark.parametrize("settings, rope, older", [
+    ({"dtype": "float16"}, None, {"torch_dtype": "float16"}),
+    ({}, THETA | {"type": "linear"}, THETA | {"rope_scaling": {"type": "linear"}}),
+    (PHI3 | {"max_position_embeddings": 16}, FACTORS | THETA | {"type": "su", "rope_type": "longrope"},
+     THETA | ORIGINAL | {"rope_scaling": {"type": "longrope"} | FACTORS}),
+    ({}, FACTORS | THETA | {"rope_type": "longrope"},
+     THETA | {"rope_scaling": FACTORS | {"rope_type": "longrope"}}),
+    ({"model_type": "gemma3_text"}, {"sliding_attention": DEFAULT, "full_attention": DEFAULT | THETA}, THETA),
+    ({"model_type": "gemma3_text"}, {"sliding_attention": None, "full_attention": LINEAR | HALF | THETA},
+     THETA | {"rope_scaling": LINEAR | HALF}),  # transformers 4 would have it in all layers
+], ids=["no RoPE", "type", "both", "no positions", "default theta", "half of some heads"])
+def test_older_keys_of_a_config_written_by_hand(settings, rope, older):
+    """One without what transformers would add."""
+    assert sidecars.older_keys(settings | {"rope_parameters": rope}) == older
 
 
 def test_a_generation_config_is_copied_none_invented_and_a_damaged_one_refused(tmp_path):
