@@ -208,16 +208,17 @@ def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: lis
         fuse_groups(layer.self_attn, inputs.groups[index], *rotations[index])
 
     def round_weights(index, layer):  # buffers are stored as they are
-        for parameter in layer.parameters():
-            parameter.data = parameter.to(inputs.dtype).float()
+        for name, parameter in layer.named_parameters():
+            parameter.data = parameter.to(writer.dtypes[f"model.layers.{index}.{name}"]).float()
 
+    writer = CheckpointWriter(directory, layers.config, inputs.dtype, layers.path)
     layers.edit(rotate)
     if rounds:
         logits["rotated"] = layers.logits(tokens)
         layers.edit(round_weights)
         logits["rounded"] = layers.logits(tokens)
         logits["cached"] = layers.logits(tokens[:1], cached=True)
-    with CheckpointWriter(directory, layers.config, inputs.dtype, layers.path) as writer:
+    with writer:
         for index, layer in enumerate(layers.decoder_layers()):
             writer.write(f"model.layers.{index}", layer)
         writer.write_rest(layers)

@@ -19,11 +19,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from common import families, models, proof, sidecars
 from common.forward import embedded, logits_of, run_layer
-from common.weights import StoredWeights, check_finite, check_names, check_tied
+from common.weights import DTYPES, StoredWeights, check_finite, check_names, check_tied, wider_dtypes
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 SHARD_SIZE = "50GB"  # the most a weight file holds: the default of transformers' save_pretrained
-STORED_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+STORED_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Layers:
@@ -199,8 +199,9 @@ class CheckpointWriter:
 
     Each file begins with a header computed from the config, so a tensor can be written to its place at once:
     nothing is collected in memory. directory: an existing directory to fill. config, dtype: of the model to
-    write. source: the checkpoint it is made from, whose other files it keeps (common/sidecars.py). Raises
-    RuntimeError if tensors are missing when the block ends.
+    write. source: the checkpoint it is made from, whose other files it keeps (common/sidecars.py), and the
+    precision of tensors that it stores wider than most, as routers' biases in float32. Raises RuntimeError if
+    tensors are missing when the block ends.
     """
 
     def __init__(self, directory: str, config, dtype: torch.dtype, source: str):
@@ -208,7 +209,12 @@ class CheckpointWriter:
         model = models.empty_model(source, config, dtype)
         self.config = model.config
         self.config.architectures = [type(model).__name__]
-        self.model, self.tensors = model, revert_weight_conversion(model, models.kept_tensors(model))
+        kept = models.kept_tensors(model)
+        for name, wider in wider_dtypes(model, source).items():
+            if name in kept:  # not tied to a parameter with another name
+                kept[name] = kept[name].to(torch.promote_types(kept[name].dtype, wider))
+        self.dtypes = {name: tensor.dtype for name, tensor in kept.items()}  # by name in the model
+        self.model, self.tensors = model, revert_weight_conversion(model, kept)
         self.places: dict[str, tuple[str, int]] = {}  # of each tensor: file, offset
         self.written: set[str] = set()
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -27,6 +28,8 @@ WEIGHT_FILES = (  # where transformers looks for weights, in order
 )
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
                    "chat_template*", "*.model", "*.tiktoken", "additional_chat_templates/*")
+# of weights, by their names in safetensors files
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 POINTER = b"version https://git-lfs.github.com/spec/"  # how the pointers of Git LFS begin
 # stored by older releases, but computed from the config
 IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
@@ -158,18 +161,18 @@ class TensorNames:
             converter = next(each for each in converters if parts[0][1] in each.source_patterns)
             make = functools.partial(convert, converter, name, parts, model)
             try:
-                made = make({key: torch.empty(shape_of(stored[key]), device="meta") for key, _ in parts})
+                made = make({key: empty_of(stored[key]) for key, _ in parts})
             except Exception as error:  # one is missing, or has another shape
                 raise UserError(f"{directory}: expected tensors that make {name}, found others: "
                                 f"{first_line(error)}") from error
-            self.made |= {target: (make, tensor.shape) for target, tensor in made.items()}
+            self.made |= {target: (make, tensor) for target, tensor in made.items()}
 
     def open(self) -> dict:
         """open_checkpoint by the names in the model."""
         stored = open_checkpoint(self.directory)
         tensors = {name: stored[key] for name, key in self.keys.items() if key in stored}
-        return tensors | {name: Converted(make, stored, name, shape)
-                          for name, (make, shape) in self.made.items()}
+        return tensors | {name: Converted(make, stored, name, empty)
+                          for name, (make, empty) in self.made.items()}
 
 
 def convert(converter: WeightConverter, name: str, parts: list[tuple[str, str]], model, stored) -> dict:
@@ -188,11 +191,33 @@ def shape_of(stored) -> tuple[int, ...]:
     return tuple(stored.get_shape() if hasattr(stored, "get_shape") else stored.shape)
 
 
+def empty_of(stored) -> torch.Tensor:
+    """A tensor without data, of a tensor's or a handle's shape and dtype; uint8 for a handle of integers."""
+    dtype = DTYPES.get(stored.get_dtype(), torch.uint8) if hasattr(stored, "get_dtype") else stored.dtype
+    return torch.empty(shape_of(stored), dtype=dtype, device="meta")
+
+
+def wider_dtypes(model, directory: str) -> dict[str, torch.dtype]:
+    """Tensor name in a model -> its dtype in a checkpoint, for tensors stored wider than most elements are.
+
+    There are none in a directory without weights. Raises UserError as TensorNames does.
+    """
+    if not any(present_files(directory, WEIGHT_FILES)):
+        return {}
+    tensors = {name: empty_of(stored) for name, stored in TensorNames(model, directory).open().items()}
+    elements = Counter()
+    for tensor in tensors.values():
+        elements[tensor.dtype] += tensor.numel()
+    most = max(elements, key=elements.get)
+    return {name: tensor.dtype for name, tensor in tensors.items() if tensor.itemsize > most.itemsize}
+
+
 class Converted:
     """A handle for a tensor that is made of several stored ones, as those of open_checkpoint."""
 
-    def __init__(self, made, stored: dict, name: str, shape):
-        self.made, self.stored, self.name, self.shape = made, stored, name, shape
+    def __init__(self, made, stored: dict, name: str, empty: torch.Tensor):
+        self.made, self.stored, self.name = made, stored, name
+        self.shape, self.dtype = empty.shape, empty.dtype
 
     def __getitem__(self, rows) -> torch.Tensor:
         return self.made(self.stored)[self.name][rows]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common import layers
@@ -25,11 +25,12 @@ from common.method.procrustes import align_keys, align_layer, align_values, with
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, key_gram, to_unit
 from common.proof import attach_pairs
-from helpers import calibrated_layer, copy_run, expect_error, run, save_tiny
+from helpers import calibrated_layer, copy_run, expect_error, run, save_tiny, tiny_model
 from students import merge_model
 from test_procrustes import correlated, value_gram
 
 H, D = 6, 8
+NORM = "layernorm"
 GROUPS = torch.tensor([[4, 1, 3], [5, 0, 2]])
 
 
@@ -261,9 +262,11 @@ def test_the_check_allows_rounding(monkeypatch, off, off_cached, rounding, refus
 
 @pytest.fixture(scope="module")
 def bf16_run(inputs, tmp_path_factory) -> Path:
-    """Stages 1-4 on a bfloat16 checkpoint."""
+    """Stages 1-4 on a bfloat16 checkpoint that has the layers' norms in float32."""
     home = tmp_path_factory.mktemp("bf16")
     model = save_tiny(home / "model", dtype=torch.bfloat16, bias=True)
+    norms = {name: tensor for name, tensor in tiny_model(bias=True).state_dict().items() if NORM in name}
+    save_file(weights(home / "model") | norms, home / "model" / "model.safetensors", {"format": "pt"})
     text = ["--text", inputs["text"], "--sequences", 4, "--length", 64]
     run("01_calibrate.py", "--run", home, "--model", model, *text)
     run("02_similarity.py", "--run", home)
@@ -280,8 +283,9 @@ def test_a_16_bit_checkpoint_is_the_rotated_model_rounded_and_its_kl_is_recorded
     run("04_align.py", "--run", home, "--force", "--dtype", "float32")
     assert json.loads((home / "aligned" / "stage.json").read_text())["summary"]["kl"] < 1e-7
     for name, tensor in weights(home / "aligned").items():
-        assert stored["aligned"][name].dtype is torch.bfloat16
-        assert torch.equal(stored["aligned"][name], tensor.bfloat16())
+        dtype = torch.float32 if NORM in name else torch.bfloat16
+        assert stored["aligned"][name].dtype is stored["merged"][name].dtype is dtype
+        assert torch.equal(stored["aligned"][name], tensor.to(dtype))
     name = "model.layers.1.self_attn.k_proj.weight"
     mean = stored["aligned"][name].double().view(2, 4, 8, -1).mean(1).view(16, -1).bfloat16()
     assert torch.equal(stored["merged"][name], mean)  # the mean of what aligned/ holds
