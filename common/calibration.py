@@ -64,7 +64,8 @@ class Collector:
         tensors["key.joint_norm"] = torch.tensor(families.norm_kind(self.attention) == "joint")
         weight = families.output_projection(self.attention).weight
         tensors["output.gram"] = output_gram(weight, self.shape.kv_heads, self.shape.head_dim).cpu()
-        return tensors
+        scale = self.attention.rope_pairs.scale
+        return tensors if scale is None else tensors | {"rope.scale": scale}
 
 
 def collect(layers: Layers, tokens: torch.Tensor, batch: int, samples: int, directory: str | None):

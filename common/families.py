@@ -82,11 +82,14 @@ class RopePairs:
     order: [d], a head's channels before RoPE in the order of common/method: pair p is order[p] and
     order[p + d/2], those that turn first; behind: the same behind RoPE; None: as they are. angles: [d/2]
     float64, radians from one position to the next; 0 for channels that do not turn, two of which are a pair.
+    scale: [d/2] float64, what RoPE multiplies pairs by, over the largest (an attention factor on a part of a
+    head); None: all by one number.
     """
 
     order: torch.Tensor | None
     behind: torch.Tensor | None
     angles: torch.Tensor
+    scale: torch.Tensor | None = None
 
 
 def in_order(channels: torch.Tensor, order: torch.Tensor | None, dim: int = -1) -> torch.Tensor:

@@ -168,15 +168,16 @@ def pairs_of(query: torch.Tensor, key: torch.Tensor) -> RopePairs:
     Raises Refused unless it turns pairs of channels.
     """
     size, refused = key.shape[-1], Refused("its keys are not rotated in pairs")
-    start = key[0] / key[0].max()
+    scale = key[0].amax(0)  # of each channel
+    start = key[0] / scale
     if not torch.equal(start @ start.T, torch.eye(size).double()):
         raise refused
     for position in range(2):  # a query may be scaled, by its position, too
-        scale = (query[position] * key[position]).sum() / key[position].square().sum()
-        difference = (query[position] - scale * key[position]).abs().max() / key[0].max()
-        if not scale > 0 or difference > TURNS * scale:
+        ratio = (query[position] * key[position]).sum() / key[position].square().sum()
+        difference = (query[position] - ratio * key[position]).abs().max() / scale.max()
+        if not ratio > 0 or difference > TURNS * ratio:
             raise Refused("its queries are not rotated as its keys are")
-    turn = start.T @ key[1] / key[0].max()
+    turn = start.T @ key[1] / scale
     first, second = (turn.triu(1) + turn.tril(-1)).clamp(max=0).nonzero(as_tuple=True)  # -sin, sin across
     angles = torch.atan2(turn[second, first], turn[first, first])
     rest = [channel for channel in range(size) if channel not in {*first.tolist(), *second.tolist()}]
@@ -190,11 +191,13 @@ def pairs_of(query: torch.Tensor, key: torch.Tensor) -> RopePairs:
     firsts, seconds = order.chunk(2)
     expected[firsts, firsts] = expected[seconds, seconds] = angles.cos()
     expected[firsts, seconds], expected[seconds, firsts] = -angles.sin(), angles.sin()
-    if (turn - expected).abs().max() > TURNS:
+    if (turn - expected).abs().max() > TURNS or not torch.equal(scale[firsts], scale[seconds]):
         raise refused
     behind = start.argmax(0)[order]  # the channel that each becomes
     plain = torch.arange(size)
-    return RopePairs(*(None if torch.equal(found, plain) else found for found in (order, behind)), angles)
+    order, behind = (None if torch.equal(found, plain) else found for found in (order, behind))
+    scale = None if scale.min() == scale.max() else scale[firsts] / scale.max()
+    return RopePairs(order, behind, angles, scale)
 
 
 def require_convertible(path: str, config) -> str:

@@ -16,7 +16,9 @@ Queries, keys and distances count as independent. Distances are log-uniform up t
 attention is mostly local. With K = E[k k^T] over the group's stacked heads, mu = E[k] and Sigma_i =
 E[q_i q_i^T], the loss is quadratic in A for fixed B and in B for fixed A, and averages over distances are
 elementwise factors on RoPE pairs (`RopeAverages`). The two halves alternate, from two initializations: pair
-by pair, and with the pairs that hardly turn within the context merged like values.
+by pair, and with the pairs that hardly turn within the context merged like values. Where RoPE also scales
+pairs by s, of queries and keys, R is s R(-t) s = s^2 R(-t), as s commutes with RoPE: A and B stay what they
+are, and only averages change. Pair by pair, it changes nothing.
 
 Notation: G groups of D heads, d = head_dim, P = d/2; all float64. A, B and Sigma are [G, D, d, d]; a matrix
 over stacked heads is [G, D d, D d].
@@ -90,15 +92,17 @@ def scale_parts(matrix: torch.Tensor, linear: torch.Tensor, conjugate: torch.Ten
 
 
 class RopeAverages:
-    """Averages over distances t of what RoPE rotates by -t. Pair p turns by exp(-1j frequencies[p] t).
+    """Averages over distances t of R, the rotation by -t: times gain[p] exp(-1j frequencies[p] t) for pair p.
 
-    frequencies: [P] radians per position; distances: [n]; both float64.
+    frequencies: [P] radians per position; distances: [n]; scale: [P], of queries and of keys, the root of
+    gain, or None for 1; all float64.
     """
 
-    def __init__(self, frequencies: torch.Tensor, distances: torch.Tensor):
+    def __init__(self, frequencies: torch.Tensor, distances: torch.Tensor, scale: torch.Tensor | None = None):
         self.frequencies, self.furthest = frequencies, distances.max()
+        self.gain = torch.ones_like(frequencies) if scale is None else scale.square()
         angles = -distances.to(frequencies.device)[:, None] * frequencies
-        turns = torch.polar(torch.ones_like(angles), angles)  # [n, P]
+        turns = torch.polar(self.gain.expand_as(angles), angles)  # [n, P]
         self.mean = turns.mean(0)
         self.linear = torch.einsum("np,nq->pq", turns, turns.conj()) / len(turns)
         self.conjugate = torch.einsum("np,nq->pq", turns, turns) / len(turns)
@@ -221,7 +225,7 @@ def start_by_pairs(fit: KeyFit) -> Maps:
     mean = fit.turns.turn(fit.mean)
     constant = pair_products(mean[:, :, None, :, None] * mean[:, None, :, None, :])
     weights = key_weights(pair_products(fit.query).real)
-    encode, decode = merge_keys(pair_products(fit.gram) - constant, weights)
+    encode, decode = merge_keys(fit.turns.gain.square() * pair_products(fit.gram) - constant, weights)
     return to_matrix(encode), to_matrix(decode)
 
 
@@ -230,11 +234,13 @@ def start_by_band(fit: KeyFit, encode: torch.Tensor, decode: torch.Tensor) -> Ma
     slow = fit.turns.frequencies * fit.turns.furthest < BAND_LIMIT
     slow = torch.cat((slow, slow))
     inside = slow[:, None] & slow
+    gain = fit.turns.gain.repeat(2)
     centered = fit.gram - fit.mean[:, :, None, :, None] * fit.mean[:, None, :, None, :]
+    centered = gain[:, None] * centered * gain  # of R k, where R hardly turns
     like_values = merge_values(centered[..., slow, :][..., slow], fit.query[..., slow, :][..., slow])
     encode, decode = (matrix.where(~inside, 0) for matrix in (encode, decode))
     encode[..., inside], decode[..., inside] = (matrix.flatten(-2) for matrix in like_values)
-    return encode, decode
+    return encode * (gain / gain[:, None]), decode  # A of k from that of R k
 
 
 def balanced(gram: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor) -> Maps:

@@ -128,7 +128,7 @@ def key_fit(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor | No
     if rotation is not None:
         key, mean = rotated(key, rotation), torch.einsum("giab,gib->gia", rotation, mean)
         query = rotation @ query @ rotation.mT
-    return KeyFit(key, mean, query, RopeAverages(grams.frequencies, log_uniform(context)))
+    return KeyFit(key, mean, query, RopeAverages(grams.frequencies, log_uniform(context), grams.scale))
 
 
 def merging_loss(grams: LayerGrams, context: int) -> torch.Tensor:

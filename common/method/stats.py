@@ -177,6 +177,7 @@ class LayerGrams:
         self.joint_norm = bool(tensors.get("key.joint_norm", False))  # families.norm_kind
         self.head_norms = "key.normed" in tensors
         self.frequencies = tensors.get("rope.frequencies")  # [d/2]: radians per position of each RoPE pair
+        self.scale = tensors.get("rope.scale")  # families.RopePairs.scale
 
     def value(self, kind: str) -> torch.Tensor:
         """C [H, H, d, d]; kind "raw" or "unit"."""

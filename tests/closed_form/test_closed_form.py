@@ -291,6 +291,34 @@ def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors(context):
     assert with_energies(merge, grams, groups, key_rotation, queries=False).query_energy is None
 
 
+def test_a_layer_whose_pairs_rope_scales_loses_and_merges_as_scaled_queries_and_keys():
+    values, keys, queries = (normal(50, 6, 8, seed=seed) + seed for seed in range(3))
+    outputs, groups = normal(6, 20, 8, seed=6), torch.tensor([[4, 1, 3], [5, 0, 2]])
+    scale = torch.tensor([1.0, 0.7, 1.6, 0.4]).double()
+    both, eye = scale.repeat(2), torch.eye(8).double().expand(2, 3, 8, 8)
+    unscaled, expected = (grams_of(values, factor * keys, factor * queries, outputs) for factor in (1, both))
+    grams = LayerGrams(unscaled.tensors | {"rope.scale": scale}, 6)
+    torch.testing.assert_close(merging_loss(grams, 64), merging_loss(expected, 64), rtol=1e-4, atol=1e-6)
+
+    def lost(grams, merge):
+        return energy_lost(merge, grams, groups, eye, torch.ones(2, 3, 4, dtype=torch.complex128), 64)["keys"]
+
+    merges = [unrotated_merge(each, groups, 64) for each in (grams, expected, unscaled)]
+    losses = [lost(grams, merges[0]), lost(expected, merges[1])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] < 0.95 * lost(grams, merges[2])
+    key_in, key_out = merges[1].key_in * (both / both[:, None]), merges[1].key_out * (both[:, None] / both)
+    assert lost(grams, replace(merges[1], key_in=key_in, key_out=key_out)) == pytest.approx(losses[1])
+
+
+def test_statistics_have_a_scale_only_of_layers_where_rope_has_several():
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    for part, scaled in ((1.0, False), (0.5, True)):
+        model = tiny_model(model_type="glm4", rope_parameters=rope | {"partial_rotary_factor": part})
+        for layer, grams in zip(model.model.layers, statistics(model), strict=True):
+            assert (grams.scale is not None) == scaled and ("rope.scale" in grams.tensors) == scaled
+            assert not scaled or torch.equal(grams.scale, layer.self_attn.rope_pairs.scale)
+
+
 def test_shared_keys_before_norms_of_single_heads_are_regressions_of_those_behind_them():
     """Ridge regressions on keys over their level, around each coordinate's own, group by group."""
     keys = normal(60, 4, 8) * (1 + normal(60, 1, 1, seed=1).abs()) @ normal(8, 8, seed=2)

@@ -14,6 +14,7 @@ from helpers import tiny_model
 GROUPS, MEMBERS, SIZE, TOKENS = 2, 3, 8, 60
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.02, 0.001], dtype=torch.float64)
 DISTANCES = torch.tensor([0.0, 1.0, 4.0, 11.0, 40.0], dtype=torch.float64)
+SCALE = torch.tensor([1.0, 0.7, 1.6, 0.4], dtype=torch.float64)  # of queries and keys
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -25,6 +26,12 @@ def rotations(frequencies=FREQUENCIES, distances=DISTANCES) -> torch.Tensor:
     angles = distances[:, None] * frequencies
     cosine, sine = torch.diag_embed(angles.cos()), torch.diag_embed(angles.sin())
     return torch.cat((torch.cat((cosine, sine), 2), torch.cat((-sine, cosine), 2)), 1)
+
+
+def scaled(turns: torch.Tensor) -> torch.Tensor:
+    """S R S, by which scores read keys where RoPE scales queries and keys, too."""
+    scale = torch.diag(SCALE.repeat(2))
+    return scale @ turns @ scale
 
 
 class Sampled:
@@ -74,14 +81,14 @@ def test_turns_are_rope_and_its_averages():
         turns = RopeAverages(rotary.inv_freq.double(), torch.tensor([float(distance)], dtype=torch.float64))
         score = query[0, 0, 0].double() @ turns.turn(key[0, 0, 0].double())
         assert float(score) == pytest.approx(float((turned_query * turned_key).sum()), abs=1e-4)
-    turns, each, matrix = RopeAverages(FREQUENCIES, DISTANCES), rotations(), normal(3, SIZE, SIZE)
-    mean = each.mean(0)
-    forward = torch.einsum("tab,gbc,tdc->gad", each, matrix, each) / 5
-    backward = torch.einsum("tba,gbc,tcd->gad", each, matrix, each) / 5
-    for ours, expected in ((turns.turn(matrix), matrix @ mean.T), (turns.forward(matrix), forward),
-                           (turns.backward(matrix), backward),
-                           (turns.spread(matrix), backward - mean.T @ matrix @ mean)):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    for scale, each in ((None, rotations()), (SCALE, scaled(rotations()))):
+        turns, matrix, mean = RopeAverages(FREQUENCIES, DISTANCES, scale), normal(3, SIZE, SIZE), each.mean(0)
+        forward = torch.einsum("tab,gbc,tdc->gad", each, matrix, each) / 5
+        backward = torch.einsum("tba,gbc,tcd->gad", each, matrix, each) / 5
+        for ours, expected in ((turns.turn(matrix), matrix @ mean.T), (turns.forward(matrix), forward),
+                               (turns.backward(matrix), backward),
+                               (turns.spread(matrix), backward - mean.T @ matrix @ mean)):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
 def test_distances_are_log_uniform_up_to_the_context():
@@ -99,11 +106,13 @@ def test_the_loss_is_the_variance_of_the_scores_error():
     torch.testing.assert_close(ours, definition, rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("scale", [None, SCALE], ids=["", "scaled"])
 @pytest.mark.parametrize("half", ["encode", "decode"])
-def test_each_half_is_the_least_squares_over_all_queries_keys_and_distances(half):
+def test_each_half_is_the_least_squares_over_all_queries_keys_and_distances(half, scale):
     """Where the loss as written out, convex and quadratic in each half, has no slope."""
-    sampled, maps, slopes = Sampled(), dict(zip(("encode", "decode"), factors(), strict=True)), []
-    best = getattr(sampled.fit(), f"best_{half}")(**maps)
+    sampled = Sampled(None if scale is None else scaled(rotations()))
+    maps, slopes = dict(zip(("encode", "decode"), factors(), strict=True)), []
+    best = getattr(sampled.fit(RopeAverages(FREQUENCIES, DISTANCES, scale)), f"best_{half}")(**maps)
     for tried in (maps[half], best):
         leaf = tried.clone().requires_grad_()
         slopes.append(torch.autograd.grad(sampled.loss(**maps | {half: leaf}).sum(), leaf)[0].abs().amax())
@@ -131,6 +140,40 @@ def test_no_half_ever_raises_the_loss(damping, monkeypatch):
         losses.append(fit.loss(encode, decode))
     falls = -torch.stack(losses).diff(dim=0) / losses[0]
     assert (falls >= -1e-12).all() and (falls[:2] > 1e-3).all()
+
+
+def test_what_rope_scales_is_merged_for_the_scores_of_scaled_queries_and_keys():
+    """(S B_i^T q_i)^T R (S k~) against (S q_i)^T R (S k_i), written out; ignoring S loses more of it."""
+    sampled, scale = Sampled(scaled(rotations())), SCALE.repeat(2)
+    fit, ignorant = sampled.fit(RopeAverages(FREQUENCIES, DISTANCES, SCALE)), sampled.fit()
+    encode, decode = merge_rope_keys(fit)
+    shared = torch.einsum("gjab,ngjb->nga", encode, sampled.keys)
+    read = torch.einsum("giba,ngib->ngia", decode, sampled.queries)
+    turned = torch.einsum("tab,ngib->tngia", rotations(), scale * sampled.keys)
+    scores = torch.einsum("qgia,tngia->giqtn", scale * sampled.queries, turned)
+    turned = torch.einsum("tab,ngb->tnga", rotations(), scale * shared)
+    error = scores - torch.einsum("qgia,tnga->giqtn", scale * read, turned)
+    loss = error.flatten(3).var(3, correction=0).mean(2).sum(1)
+    torch.testing.assert_close(fit.loss(encode, decode), loss, rtol=1e-10, atol=0)
+    assert (loss < 0.95 * sampled.loss(*merge_rope_keys(ignorant))).all()
+
+
+def test_what_rope_scales_starts_pair_by_pair_as_ever_and_slow_pairs_as_values_of_scaled_vectors():
+    """No number per pair changes the best shared key of a pair; where nothing turns, the band is all."""
+    for frequencies in (FREQUENCIES, 0 * FREQUENCIES):
+        fits = [Sampled().fit(RopeAverages(frequencies, DISTANCES, scale)) for scale in (None, SCALE)]
+        plain, starts = map(key_merge.start_by_pairs, fits)
+        for ours, expected in zip(starts, plain, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    sampled, fit, scale = Sampled(), fits[1], SCALE.repeat(2)
+    best = fit.loss(*merge_rope_keys(fit))
+    sampled.keys, sampled.queries = scale * sampled.keys, scale * sampled.queries
+    centered = sampled.keys - sampled.keys.mean(0)
+    gram = torch.einsum("ngia,ngjb->gijab", centered, centered) / TOKENS
+    still = sampled.fit(RopeAverages(0 * FREQUENCIES, DISTANCES))
+    expected = still.loss(*merge_values(gram, still.query))
+    for loss in (best, fit.loss(*key_merge.start_by_band(fit, *starts))):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
 
 
 def test_twice_the_rounds_gain_less_than_a_percent():

@@ -65,8 +65,8 @@ FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any but Phi-3's lon
     }, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "phi3": {"model_type": "phi3", "sliding_window": 12},
     "phi3, GQA, longrope": GQA | SHORT | {"model_type": "phi3", "head_dim": 6, "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2],
-        "long_factor": [2.0, 2.1, 2.2],
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1],
+        "long_factor": [2.0, 2.1], "partial_rotary_factor": 0.7,  # scales what turns, four channels of six
     }},
     "cohere, GQA": GQA | {"model_type": "cohere", "logit_scale": 0.25},  # pairs (2p, 2p + 1), parallel
     "phi": {"model_type": "phi", "hidden_size": 64},  # half of the channels; parallel; biases, the head's too

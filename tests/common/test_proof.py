@@ -43,13 +43,17 @@ def heads_of(model, hidden: torch.Tensor, index: int) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize("index", [0, 1])
 @torch.no_grad()
 def test_keys_are_turned_in_the_pairs_and_by_the_angles_that_were_found(name, index):
-    """As complex numbers, by angles in proportion to the position, times one number."""
+    """As complex numbers, by angles in proportion to the position, times a number of the pair's."""
     model = tiny_model(**FAMILIES[name])
     pairs = model.model.layers[index].self_attn.rope_pairs
     before, after = heads_of(model, torch.randn(1, 7, model.config.hidden_size), index)
     before, after = to_complex(in_order(before, pairs.order)), to_complex(in_order(after, pairs.behind))
     turns = torch.polar(torch.ones(()).double(), torch.arange(7)[:, None] * pairs.angles)
-    size = after.abs().sum() / before.abs().sum()  # of YaRN's and longrope's cosines
+    assert (pairs.scale is None) == (name != "phi3, GQA, longrope")
+    if pairs.scale is not None:  # the factor is sqrt(1 + ln(256 / 32) / ln(32))
+        assert pairs.scale.tolist() == pytest.approx([1, 1, 1.6**-0.5])
+        turns = pairs.scale * turns
+    size = after.abs().sum() / (before * turns).abs().sum()  # of YaRN's and longrope's cosines
     torch.testing.assert_close(after.to(turns), size * before * turns, rtol=1e-4, atol=1e-4)
     assert (pairs.order is None) == (pairs.behind is None) or name == "glm4, GQA"
     assert name not in PLAIN or pairs.order is None
@@ -85,6 +89,15 @@ def test_a_rotation_may_put_channels_in_another_order():
     torch.testing.assert_close(pairs.angles, torch.tensor([0.8, 0]).double().asin())
     with pytest.raises(proof.Refused, match="not rotated in pairs"):
         proof.pairs_of(rotations[:, :3, :3], rotations[:, :3, :3])
+    assert pairs.scale is None
+    scales = torch.tensor([1.5, 1.5, 0.5, 0.5], dtype=torch.float64)
+    pairs = proof.pairs_of(3 * rotations * scales, rotations * scales)  # a column is a channel
+    assert pairs.order.tolist() == [0, 2, 1, 3] and torch.equal(pairs.scale, scales[[0, 2]] / 1.5)
+    torch.testing.assert_close(pairs.angles, torch.tensor([0.8, 0]).double().asin())
+    for other in ([1.5, 0.5, 0.5, 0.5], [1.5, 1.5, 0.5, 1.5]):  # of a pair that turns, of one that does not
+        with pytest.raises(proof.Refused, match="not rotated in pairs"):
+            scaled = torch.tensor(other)[:, None] * torch.stack((torch.eye(4), turn))
+            proof.pairs_of(scaled, scaled)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -176,8 +189,10 @@ def test_a_rotation_that_is_none_of_pairs_is_refused(monkeypatch):
     mixed = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0))).Q
     reason = changed_rotation(monkeypatch, lambda q, k: (q @ mixed, k @ mixed))
     assert "its keys are not rotated in pairs" in reason
+    monkeypatch.undo()
     stretch = torch.linspace(1, 2, 8)
-    assert "its keys are not rotated in pairs" in changed_rotation(monkeypatch, lambda q, k: (q, k * stretch))
+    reason = changed_rotation(monkeypatch, lambda q, k: (q * stretch, k * stretch))
+    assert "its keys are not rotated in pairs" in reason
 
 
 def test_a_rotation_of_three_channels_is_refused(monkeypatch):
@@ -191,9 +206,10 @@ def test_a_rotation_of_three_channels_is_refused(monkeypatch):
 
 
 def test_queries_that_turn_otherwise_and_heads_that_differ_are_refused(monkeypatch):
-    assert "its queries are not rotated as its keys are" in changed_rotation(
-        monkeypatch, lambda q, k: (q.flip(-1), k))
-    monkeypatch.undo()
+    stretch = torch.tensor([1.0, 2.0, 2.0, 2.0]).repeat(2)
+    for change in (lambda q, k: (q.flip(-1), k), lambda q, k: (q, k * stretch)):
+        assert "its queries are not rotated as its keys are" in changed_rotation(monkeypatch, change)
+        monkeypatch.undo()
     sign = torch.tensor([1.0, -1.0]).repeat(4).view(1, 8, 1, 1)
     assert "its heads are not all rotated alike" in changed_rotation(monkeypatch, lambda q, k: (q, k * sign))
 
