@@ -89,12 +89,14 @@ def main():
         inputs["model"] = models.fingerprint(args.model)
     started = begin_stage("01_calibrate.py", args, output, inputs=inputs)
 
-    if args.model.endswith(".gguf"):
-        path = gguf.dequantize(args.model, os.path.join(args.run, "source"), args.force)
-    else:
-        path = resolve_model(args.model)
-    config = models.load_config(path)
+    path = args.model
+    if path.endswith(".gguf"):
+        path = gguf.dequantize(path, os.path.join(args.run, "source"), args.force)
+    elif path == demo.DEMO or os.path.exists(path):
+        path = resolve_model(path)
+    config = models.load_config(path if os.path.isdir(path) else models.config_file(path))
     proven = proof.require_convertible(path, config)
+    path = models.local_model(path)  # a hub repository's weights arrive once its config has passed
     args.bos = bool(models.bos_prefix(models.load_tokenizer(path, args.bos)))  # recorded for stage 4
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
     model, shape = models.describe(os.path.abspath(path), args.model), families.geometry(config)

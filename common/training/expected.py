@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.families import check_kv_heads, geometry, merged_modules
 from common.metrics import CHAT_SET, TASK_SET, TEXT_SET
 from common.models import empty_model, load_config, weight_dtype
-from common.proof import require_readable
+from common.proof import require_convertible
 from common.records import SOURCE
 from common.training import plan
 from common.training.conversion import Conversion
@@ -61,7 +61,7 @@ def expected_conversion(args) -> Conversion:
     closed form, which changes entire heads. Raises UserError for a model or kv heads that cannot be.
     """
     config = load_config(args.run)
-    require_readable(args.model, config, "--plan")
+    require_convertible(args.model, config)
     shape = geometry(config)
     check_kv_heads(shape.kv_heads, args.kv_heads)
     attention = empty_model(args.model, config, torch.float32).model.layers[0].self_attn

@@ -8,7 +8,7 @@ from common.errors import UserError
 from common.files import files_in
 from common.layers import Layers
 from common.models import config_file, load_config, load_model, load_tokenizer, local_model
-from helpers import byte_tokenizer, save_tiny, tiny_model
+from helpers import byte_tokenizer, expect_error, run, save_tiny, tiny_model
 from local_hub import LOGIN, RESTRICTED, serving
 
 NAME = "acme/tiny"
@@ -70,6 +70,18 @@ def test_of_a_model_to_plan_for_only_the_config_arrives(repository):
     repository.refusal = 401, "GatedRepo", "Access to acme/other is restricted."
     with pytest.raises(UserError, match="model acme/other: neither .* is restricted.*; for a gated"):
         config_file("acme/other")
+
+
+def test_a_model_that_cannot_be_converted_is_refused_by_its_config_alone(repository, tmp_path):
+    (tmp_path / "text.txt").write_text("a b " * 64)
+    words = ["01_calibrate.py", "--run", tmp_path / "run", "--text", tmp_path / "text.txt", "--sequences", 2,
+             "--length", 16, "--model"]
+    save_tiny(tmp_path / "other", num_key_value_heads=1)
+    repository.directories["models/acme/other"] = tmp_path / "other"
+    expect_error("acme/other: LlamaForCausalLM cannot be converted: it has 1 key/value", *words, "acme/other")
+    assert repository.downloaded == ["config.json"]
+    assert "proven  LlamaForCausalLM" in run(*words, NAME).stdout
+    assert "model.safetensors" in repository.downloaded
 
 
 def test_a_cache_that_another_program_has_filled_is_enough_without_a_network(repository, monkeypatch):

@@ -5,9 +5,12 @@ import re
 import pytest
 from transformers import LlamaConfig
 
+from bench.families import small_config
 from common.data.pool import Sources
 from common.data.tasks import TASKS, load_task, tokenize
-from common.models import load_tokenizer
+from common.errors import UserError
+from common.models import load_config, load_tokenizer
+from common.proof import require_convertible
 from common.training import expected
 from helpers import ROOT, copy_run, expect_error, run
 from training_runs import STAGE
@@ -91,6 +94,16 @@ def test_expected_texts_and_chats():
 def test_a_plan_without_a_run_refuses_what_needs_one(inputs, words, message):
     words = words.replace("PLAN", "--plan 8xA100-80GB --model MODEL").replace("MODEL", inputs["model"])
     expect_error(message, STAGE, *words.split())
+
+
+@pytest.mark.parametrize("changes", [
+    {"quantization_config": {"quant_method": "mxfp4"}}, {"use_bidirectional_attention": True},
+    {"model_type": "diffllama"}, {"num_key_value_heads": 1}])
+def test_a_plan_refuses_what_stage_1_refuses_and_says_the_same(changes, tmp_path):
+    small_config(**{"model_type": "llama"} | changes).save_pretrained(tmp_path)
+    with pytest.raises(UserError) as refused:
+        require_convertible(str(tmp_path), load_config(str(tmp_path)))
+    expect_error(str(refused.value), STAGE, *PLAN, "--model", tmp_path, "--kv-heads", 2)
 
 
 def table() -> list[list[str]]:
