@@ -7,11 +7,13 @@ fewer key/value heads must equal it. What passes is convertible, whatever its na
 """
 
 import contextlib
+import inspect
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from common import models
 from common.attention import single_query
@@ -205,9 +207,15 @@ def require_convertible(path: str, config) -> str:
 
     path: where the config comes from.
     """
-    if getattr(config, "quantization_config", None):
-        raise UserError(f"{path}: expected floating-point weights, found a quantized checkpoint; "
-                        "rotated weights do not lie on its grid")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = str(quantization.get("quant_method") if isinstance(quantization, dict) else quantization)
+        kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method, object)
+        how = "model.dequantize(), if transformers has that for this method"
+        if "dequantize" in inspect.signature(kind).parameters:
+            how = f"from_pretrained(..., quantization_config={kind.__name__}(dequantize=True))"
+        raise UserError(f"{path}: expected floating-point weights, found a checkpoint quantized by {method}; "
+                        f"dequantize it first: {how}, then save_pretrained(..., save_original_format=False)")
     if getattr(config, "use_bidirectional_attention", None):
         raise UserError(f"{path}: expected causal attention, found use_bidirectional_attention")
     model = models.empty_model(path, config, torch.float64)

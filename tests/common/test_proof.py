@@ -3,7 +3,8 @@ for its reason; what becomes of the head's products."""
 
 import pytest
 import torch
-from transformers import AutoConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
@@ -14,7 +15,7 @@ from common.families import as_they_were, in_order, rope_frequencies
 from common.forward import Reached, attending, attention_factor, windows
 from common.head import head_of
 from common.method.rope import to_complex
-from common.models import empty_model
+from common.models import empty_model, load_config, load_model
 from helpers import tiny_model
 from test_families import FAMILIES
 
@@ -165,7 +166,12 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, 
     ({"model_type": "cohere", "use_qk_norm": True}, "its attention"),
     ({"model_type": "olmo", "clip_qkv": 8.0}, "its values are not those of v_proj"),
     ({"model_type": "gemma", "use_bidirectional_attention": True}, "expected causal attention"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "found a quantized checkpoint"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantized by fp8; dequantize it first: "
+     "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True)), then save_"),
+    ({"quantization_config": {"quant_method": "mxfp4"}}, "=Mxfp4Config(dequantize=True)), then save_"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantized by gptq; dequantize it first: "
+     "model.dequantize(), if transformers has that for this method, then save_pretrained("),
+    ({"quantization_config": {"bits": 4}}, "quantized by None; dequantize it first: model.dequantize(), if"),
     ({"num_key_value_heads": 1}, "it has 1 key/value head: nothing to merge"),
     ({"num_key_value_heads": 3}, "its 8 heads cannot share 3 key/value heads evenly"),
     ({"model_type": "mistral", "sliding_window": 1}, "its sliding_window is 1; transformers cannot cache"),
@@ -175,6 +181,30 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, 
 def test_a_class_is_refused_for_what_is_in_the_way(changes, reason):
     message = refusal(**changes)
     assert reason in message and message.startswith("DIR: ") and "\n" not in message
+
+
+def test_what_is_dequantized_as_a_refusal_says_is_convertible(tmp_path):
+    """Of weights in float8, with scales for blocks: it has the tensors of a Llama, the scaled ones."""
+    model, scale = tiny_model().bfloat16(), 0.25
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        rows, columns = tensors[name].shape
+        tensors[f"{name}_scale_inv"] = torch.full((rows // 16, columns // 16), scale)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    method = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    model.config.quantization_config = method
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"Config\(dequantize=True\).*\(..., save_original_format=False\)$"):
+        proof.require_convertible("DIR", load_config(str(tmp_path)))
+    dequantized = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=FineGrainedFP8Config(dequantize=True))
+    dequantized.save_pretrained(tmp_path / "dequantized", save_original_format=False)
+    proof.require_convertible("DIR", load_config(str(tmp_path / "dequantized")))
+    loaded = load_model(str(tmp_path / "dequantized")).state_dict()
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert torch.equal(loaded[name], scale * tensors[name].float())
 
 
 def changed_rotation(monkeypatch, change) -> str:
