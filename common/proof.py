@@ -153,6 +153,11 @@ def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict
             query, key, value, options = reached.found
         else:
             raise Refused("its attention does not go through transformers' attention functions")
+    for name in ("q_norm", "k_norm"):
+        weight = getattr(getattr(attention, name, None), "weight", None)
+        if weight is not None and weight.ndim > 1:
+            raise Refused("its norms of queries and keys are of no kind that is known here: each head has "
+                          f"its own weights ({name}: {list(weight.shape)})")
     for heads in normalized:
         before = heads.reshape(len(units), -1, len(units))
         if not torch.equal(before, units[:, :1].expand_as(before)):

@@ -17,7 +17,9 @@ from common.attention import window_mask
 from common.closed_form.refit import ERRORS
 from common.data import decoding
 from common.data.rows import Sample
+from common.errors import UserError
 from common.families import (
+    check_kv_heads,
     geometry,
     head_parameters,
     merged_modules,
@@ -364,6 +366,14 @@ def class_model(config):
             elif name.endswith("bias") or "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
+
+
+def test_one_key_value_head_leaves_nothing_to_merge():
+    check_kv_heads(4, 2)
+    for source, kv_heads, found in ((1, 1, "found one, which leaves nothing to merge"), (4, 3, "found 3"),
+                                    (4, 4, r"one of \[1, 2\] for 4 key/value heads, found 4")):
+        with pytest.raises(UserError, match=f"^kv heads: expected .*{found}$"):
+            check_kv_heads(source, kv_heads)
 
 
 def test_the_readme_counts_the_classes_that_are_documented():
