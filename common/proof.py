@@ -311,7 +311,7 @@ def watch_layers(model) -> list:
             raise Refused(f"its attention has an option that is not known here ({unknown[0]})")
         if window is not None and window < 2:
             raise Refused(f"its sliding_window is {window}; transformers cannot cache fewer than 2 tokens")
-        if kept is not None and (window is None or kept < window):
+        if kept is not None and kept < (window or model.config.max_position_embeddings):
             raise Refused(f"transformers' cache keeps {kept} tokens by its config (sliding_window, "
                           "layer_types), but its attention reads more")
         shapes = tuple((name, *parameter.shape) for name, parameter in attention.named_parameters())

@@ -347,7 +347,7 @@ def test_packed_rows_and_generation_are_read_as_the_class_itself_reads_them(name
     with torch.no_grad():
         for position, logits in enumerate(drawn):
             own = model(tokens[:, : position + 1], use_cache=False).logits[:, -1]
-            torch.testing.assert_close(logits, own, rtol=0, atol=1e-4 * float(own.std()))
+            torch.testing.assert_close(logits, own, rtol=0, atol=1e-3 * float(own.std()))
 
 
 def checkpoint_files(directory) -> dict[str, bytes]:
