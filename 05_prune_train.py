@@ -23,8 +23,8 @@ Training samples come from the eight tasks, as in the paper, from chats and from
 SFT learns the answers only (in a chat, the assistant's turns). In distillation answers get BiLD and all other
 tokens KL, texts included; with --tasks none answers get both (--kl-on all). Texts and tasks' prompts begin
 with the begin-of-sequence token if the tokenizer adds it to text (--bos, --no-bos). With --tasks none the
-teacher is the untouched source. Nothing is random but the masks: dropout is off, and noise in routers. Before
-the first step and every --heldout-every steps student and teacher are compared on held-out text and questions.
+teacher is the untouched source. Nothing is random but the masks: dropout and routers' noise are off. Before
+the first step and every --heldout-every steps student and teacher are compared on held-out samples.
 
 After 80% of the steps every mask is set to 0: the student is saved, rebuilt as a plain GQA model and trained
 on. Where merging also changed W_Q and W_O (--merge closed-form or --refit), a mask blends the entire head.
