@@ -13,18 +13,22 @@ from common.families import needs_eager
 from common.forward import attention_function
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, **options):
+def packed_attention(module, query, key, value, attention_mask, lengths=None, starts=None, longest=None,
+                     sliding_window=None, scaling=None, dropout=0.0, **kwargs):
     """Causal attention within each sample of a row, by torch's fused kernels, without a T x T mask.
 
     query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d]. transformers calls it in models built
-    with attn_implementation="packed". module.row: sample_bounds' of a row of T tokens; without it, one
-    sample. What no fused kernel knows, soft caps and sinks, is left to the model's own eager function.
+    with attn_implementation="packed". lengths, starts and longest: sample_bounds' for a row of T tokens,
+    passed through the model's forward, or in module.row; without them, one sample. What no fused kernel
+    knows, soft caps and sinks, is left to the model's own eager function. sliding_window: not all classes
+    with a window say so here.
     """
-    row = vars(module).get("row", {})
-    if "starts" not in row:
-        lengths = row.get("lengths", np.array([query.shape[2]]))
-        return one_by_one(module, (query, key, value), lengths, {"scaling": scaling} | options), None
-    starts, longest = row["starts"], row["longest"]
+    if lengths is None and starts is None:
+        lengths, starts, longest = map(vars(module).get("row", {}).get, ("lengths", "starts", "longest"))
+    if starts is None:
+        options = {"scaling": scaling, "dropout": dropout} | kwargs
+        lengths = np.array([query.shape[2]]) if lengths is None else lengths
+        return one_by_one(module, (query, key, value), lengths, options), None
     by_token = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H or G, d]
     reach = (-1 if module.window is None else module.window - 1, 0)  # tokens before and after; -1: all
     output = varlen_attn(*by_token, starts, starts, longest, longest, scale=scaling, window_size=reach,

@@ -113,6 +113,15 @@ def attention_arguments(layer, hidden: torch.Tensor, args: tuple, named: dict) -
             return reached.found
 
 
+@by_config
+def passes_on(config) -> bool:
+    """Whether the class of a config's model hands options of its forward pass on to its attention."""
+    model, hidden = empty_model("", config, torch.float32), torch.zeros(1, 2, config.hidden_size)
+    (args, named), = layer_arguments(model, [0], hidden, lengths=())
+    _, named = attention_arguments(model.model.layers[0], hidden.to("meta"), args, named)
+    return "lengths" in named
+
+
 def record_window(mask_function, config, device, **_) -> torch.Tensor:
     """A mask function of transformers that gives, in place of a mask, window_of's number: [1, 1, 1, 1].
 

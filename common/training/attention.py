@@ -9,7 +9,7 @@ from torch import nn
 
 import common.attention  # noqa: F401 - registers "packed"
 from common.families import geometry, needs_eager
-from common.forward import attach_windows, replaced, rope_switch
+from common.forward import attach_windows, passes_on, replaced, rope_switch
 from common.head import head_of
 
 
@@ -29,6 +29,8 @@ class Trainee(nn.Module):
         self.net = net
         attach_windows(net)
         self.switch = rope_switch(net.config, net.config.max_position_embeddings, net.name_or_path)
+        # StableLM and Nemotron do not: what packed rows need lies in their attention layers instead
+        self.passes_on = passes_on(net.config)
         starts = (replicated or {}).items()
         self.replicated = nn.ParameterDict({name: start.detach().float().clone() for name, start in starts})
 
@@ -36,11 +38,13 @@ class Trainee(nn.Module):
         # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
         config, head = self.net.config, head_of(self.net)
         packed = config._attn_implementation == "packed"
-        bounds = sample_bounds(row, config, head.weight) if packed else {}
-        for layer in self.net.model.layers:  # not all classes pass options on to their attention
-            layer.self_attn.row = bounds
+        options = sample_bounds(row, config, head.weight) if packed else {}
+        for layer in () if self.passes_on else self.net.model.layers:
+            layer.self_attn.row = options
         with rope_of_each(row, self.net, self.switch):
-            output = self.net.model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False)
+            output = self.net.model(
+                input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False, **options
+            )
         hidden = output.last_hidden_state[0]
         return hidden if head_loss is None else head_loss(hidden, head)
 
