@@ -22,6 +22,7 @@ from common import proof
 from common.cli import Parser, run_stage
 from common.errors import UserError
 from common.families import is_fused, needs_eager, norm_kind
+from common.forward import windows
 from common.models import empty_model
 
 DOCUMENT = os.path.join(os.path.dirname(__file__), os.pardir, "docs", "families.md")
@@ -92,7 +93,7 @@ def features(config) -> list[str]:
         "q, k and v in one matrix": is_fused(last),
         "sinks": hasattr(last, "sinks"),
         "capped scores": needs_eager(config) and not hasattr(last, "sinks"),
-        "windows": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
+        "windows": any(windows(config)),
         "experts": any(parameter.ndim == 3 for parameter in model.model.layers.parameters()),
     }
     return [name for name, has in found.items() if has]

@@ -29,7 +29,8 @@ class Trainee(nn.Module):
         self.net = net
         attach_windows(net)
         self.switch = rope_switch(net.config, net.config.max_position_embeddings, net.name_or_path)
-        # StableLM and Nemotron do not: what packed rows need lies in their attention layers instead
+        # StableLM and Nemotron do not: what packed rows need lies in their attention layers instead, which
+        # costs compiled layers another compilation
         self.passes_on = passes_on(net.config)
         starts = (replicated or {}).items()
         self.replicated = nn.ParameterDict({name: start.detach().float().clone() for name, start in starts})
