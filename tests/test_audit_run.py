@@ -1,5 +1,6 @@
 """Every row of the audit on tiny runs: what holds, what is off, and what does not apply."""
 
+import itertools
 import json
 import re
 import shutil
@@ -34,14 +35,10 @@ def find(rows: list[audit.Row], title: str) -> audit.Row:
     return row
 
 
-def table(home) -> list[audit.Row]:
-    held = audit.Run(str(home))
-    return audit.all_rows(held, list(range(held.model["layers"])))
-
-
 @pytest.fixture(scope="session")
 def aligned_table(aligned_run):
-    return table(aligned_run)
+    """All rows of one layer."""
+    return audit.all_rows(audit.Run(str(aligned_run)), [1])
 
 
 def test_every_equation_has_a_function_that_is_compared():
@@ -78,61 +75,76 @@ def turned(real):
     return lambda *arguments: (real(*arguments)[0].mT, real(*arguments)[1].conj())
 
 
+def step_rows(run: audit.Run, _) -> list[audit.Row]:
+    return list(itertools.starmap(audit.compare, audit_training.step_rows(run)))
+
+
+def recorded_rows(run: audit.Run, _=None) -> list[audit.Row]:
+    return list(itertools.starmap(audit.compare, audit_training.recorded_rows(run)))
+
+
 first, second = partial(scaled, at=0), partial(scaled, at=1)
-FAULTS = [  # row, where the stages have a function, its name, what makes it a wrong one
-    ("Eq. 2:", align, "key_similarity", first),
-    ("Eq. 3:", align, "value_similarity", first),
-    ("Eq. 4-6:", align, "value_similarity", second),
-    ("Algorithm 1 of Eq. 6: values", audit, "align_layer", turned),
-    ("Algorithm 1 of Eq. 6: keys", audit, "align_layer", turned),
-    ("Eq. 7, 8:", audit, "to_unit", scaled),
-    ("Eq. 18:", align, "key_similarity", second),
-    ("Eq. 19:", align, "value_similarity", second),
-    ("Eq. 22: key", audit, "align_layer", turned),
-    ("Eq. 22: value", audit, "align_layer", turned),
-    ("Eq. 22 squared: key", align, "key_similarity", second),
-    ("Eq. 22 squared: value", align, "value_similarity", second),
-    ("Eq. 23:", audit, "score", scaled),
-    ("Eq. 24:", audit, "score", scaled),
-    ("Algorithm 2", audit, "anneal", lambda real: lambda *_: grouping.default_groups(1, 8, 2)),
-    ("Eq. 27: W_K", masks.BlendedProjection, "blend", scaled),
-    ("Eq. 28: W_V", masks.BlendedProjection, "blend", scaled),
-    ("Appendix A", mask_state, "SWITCH", lambda real: 0.5),
-    ("Eq. 27, 28: log alpha after the step, --masks l0", mask_state.Masks, "ADAM",
+FAULTS = [  # whose row, which, where the stages have a function, its name, what makes it a wrong one
+    (audit.similarity_rows, "Eq. 2:", align, "key_similarity", first),
+    (audit.similarity_rows, "Eq. 3:", align, "value_similarity", first),
+    (audit.similarity_rows, "Eq. 4-6:", align, "value_similarity", second),
+    (audit.alignment_rows, "Algorithm 1 of Eq. 6: values", audit, "align_layer", turned),
+    (audit.alignment_rows, "Algorithm 1 of Eq. 6: keys", audit, "align_layer", turned),
+    (audit.similarity_rows, "Eq. 7, 8:", audit, "to_unit", scaled),
+    (audit.similarity_rows, "Eq. 18:", align, "key_similarity", second),
+    (audit.similarity_rows, "Eq. 19:", align, "value_similarity", second),
+    (audit.similarity_rows, "Eq. 22: key", audit, "align_layer", turned),
+    (audit.similarity_rows, "Eq. 22: value", audit, "align_layer", turned),
+    (audit.similarity_rows, "Eq. 22 squared: key", align, "key_similarity", second),
+    (audit.similarity_rows, "Eq. 22 squared: value", align, "value_similarity", second),
+    (audit.grouping_rows, "Eq. 23:", audit, "score", scaled),
+    (audit.grouping_rows, "Eq. 24:", audit, "score", scaled),
+    (audit.grouping_rows, "Algorithm 2", audit, "anneal",
+     lambda real: lambda *_: grouping.default_groups(1, 8, 2)),
+    (audit.merging_rows, "Eq. 27: W_K", masks.BlendedProjection, "blend", scaled),
+    (audit.merging_rows, "Eq. 28: W_V", masks.BlendedProjection, "blend", scaled),
+    (recorded_rows, "Appendix A", mask_state, "SWITCH", lambda real: 0.5),
+    (step_rows, "Eq. 27, 28: log alpha after the step, --masks l0", mask_state.Masks, "ADAM",
      lambda real: real | {"betas": (0.9, 0.999)}),
-    ("Eq. 27, 28: log alpha after the step, --masks l0-released", released_masks, "after_update",
+    (step_rows, "Eq. 27, 28: log alpha after the step, --masks l0-released", released_masks, "after_update",
      lambda real: lambda log_alpha, copy, *place: real(log_alpha.clone(), copy, *place)),
-    ("Eq. 27, 28: samples of the masks, --masks l0-released", released_masks, "pulled",
+    (step_rows, "Eq. 27, 28: samples of the masks, --masks l0-released", released_masks, "pulled",
      lambda real: lambda log_alpha, *_: log_alpha.clone()),
-    *((f"{title}, --masks {kind}", where or module, function, wrong)
-      for kind, module in (("l0", masks), ("l0-released", released_masks))
-      for title, where, function, wrong in (
-          ("Eq. 27, 28: samples of the masks", None, "draw", scaled),
-          ("Eq. 27, 28: masks without noise", None, "deterministic", scaled),
-          ("Eq. 29: sizes of the masks", None, "expected", scaled),
-          ("Eq. 29: loss of the masks", stage5, "l0_loss", scaled),
-          ("Eq. 30: loss of a batch", stage5, "distillation_loss", first),
-          ("Eq. 30: loss of a batch, --kl-on all", stage5, "distillation_loss",
-           lambda real: lambda *inputs: real(*inputs[:4], "prompt", *inputs[5:])),
-          ("Eq. 31: gradient in log alpha", stage5, "l0_loss",
-           lambda real: lambda *inputs: real(*inputs).detach().requires_grad_()))),
 ]
+STEP_FAULTS = [  # of a step with masks of either kind; None: where the masks of the kind are
+    ("Eq. 27, 28: samples of the masks", None, "draw", scaled),
+    ("Eq. 27, 28: masks without noise", None, "deterministic", scaled),
+    ("Eq. 29: sizes of the masks", None, "expected", scaled),
+    ("Eq. 29: loss of the masks", stage5, "l0_loss", scaled),
+    ("Eq. 30: loss of a batch", stage5, "distillation_loss", first),
+    ("Eq. 30: loss of a batch, --kl-on all", stage5, "distillation_loss",
+     lambda real: lambda *inputs: real(*inputs[:4], "prompt", *inputs[5:])),
+    ("Eq. 31: gradient in log alpha", stage5, "l0_loss",
+     lambda real: lambda *inputs: real(*inputs).detach().requires_grad_()),
+]
+for kind, module in (("l0", masks), ("l0-released", released_masks)):
+    for title, where, function, wrong in STEP_FAULTS:
+        fault = step_rows, f"{title}, --masks {kind}", where or module, function, wrong
+        FAULTS.append(fault if module is masks else pytest.param(*fault, marks=pytest.mark.slow))
 
 
-@pytest.mark.parametrize(("title", "where", "function", "wrong"), FAULTS)
-def test_a_wrong_function_of_the_stages_turns_its_row_off(
-    aligned_run, monkeypatch, title, where, function, wrong
-):
+@pytest.fixture(scope="session")
+def compared(aligned_run) -> tuple[audit.Run, audit.Layer]:
     held = audit.Run(str(aligned_run))
+    return held, audit.Layer(held, 1)
+
+
+@pytest.mark.parametrize(("rows", "title", "where", "function", "wrong"), FAULTS)
+def test_a_wrong_function_of_the_stages_turns_its_row_off(
+    compared, monkeypatch, rows, title, where, function, wrong
+):
     monkeypatch.setattr(audit, "STARTS", 2)
+    monkeypatch.setattr(audit_training, "TAKEN", audit_training.TAKEN[:2])
     if title in STEPS:
         kind = title.split()[-1]
         monkeypatch.setattr(audit_training, "KINDS", {kind: audit_training.KINDS[kind]})
-        monkeypatch.setattr(audit_training, "TAKEN", audit_training.TAKEN[:2])
-    else:
-        monkeypatch.setattr(audit, "step_rows", lambda run: ())
     monkeypatch.setattr(where, function, wrong(getattr(where, function)))
-    row = find(audit.all_rows(held, [] if title in STEPS else [1]), title)
+    row = find(list(rows(*compared)), title)
     assert row.ok == "NO", row
 
 
@@ -175,10 +187,11 @@ DAMAGES = {  # -> the rows that it turns off
 
 
 @pytest.mark.parametrize("damage", [
-    name if name in ("Grams of keys", "a value head") else pytest.param(name, marks=pytest.mark.slow)
+    name if name == "a value head" else pytest.param(name, marks=pytest.mark.slow)
     for name in DAMAGES])
 def test_what_is_not_as_computed_is_named(aligned_run, tmp_path, monkeypatch, damage):
-    monkeypatch.setattr(audit_training, "step_rows", lambda run: ())  # which read none of it
+    monkeypatch.setattr(audit, "step_rows", lambda run: ())  # which read none of it
+    monkeypatch.setattr(audit, "STARTS", 2)
     home, (change, titles) = copy_run(aligned_run, tmp_path / "run"), DAMAGES[damage]
     change(home)
     done = run(AUDIT, "--run", home, "--layer", 1, code=1)
@@ -191,18 +204,15 @@ def test_every_row_holds_unless_a_fault_or_a_damage_turns_it_off(aligned_table):
     """In the paper's order."""
     assert not [row for row in aligned_table if row.ok != "yes"]
     damaged = {title for _, titles in DAMAGES.values() for title in titles.split("|")}
-    rows = [find(aligned_table, title) for title in {title for title, *_ in FAULTS} | damaged]
+    faults = {getattr(fault, "values", fault)[1] for fault in FAULTS}  # of pytest.param, the values
+    rows = [find(aligned_table, title) for title in faults | damaged]
     assert sorted(rows) == sorted(aligned_table)
     numbers = [int(re.search(r"Eq\. (\d+)", row.equation)[1]) for row in aligned_table]
     assert numbers == sorted(numbers)
 
 
-def recorded_rows(home) -> list[audit.Row]:
-    return [audit.compare(*row) for row in audit_training.recorded_rows(audit.Run(str(home)))]
-
-
 def test_steps_recorded_otherwise_are_named(finished_run, tmp_path):
-    assert [row.ok for row in recorded_rows(finished_run)] == ["yes"] * 5
+    assert [row.ok for row in recorded_rows(audit.Run(str(finished_run)))] == ["yes"] * 5
     home = copy_run(finished_run, tmp_path / "run")
     path = home / "train" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -210,14 +220,15 @@ def test_steps_recorded_otherwise_are_named(finished_run, tmp_path):
     for figure in ("l0", "mask_expected", "mask_target"):
         lines[7].pop(figure)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [row.equation for row in recorded_rows(home) if row.ok == "NO"] == [
+    assert [row.equation for row in recorded_rows(audit.Run(str(home))) if row.ok == "NO"] == [
         "Eq. 30: recorded steps", "Eq. 29: T of recorded steps", "Eq. 29: recorded steps",
         "Appendix A, Eq. 29: steps with masks"]
 
 
 def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(audit_training, "step_rows", lambda run: ())  # which take longest
+    monkeypatch.setattr(audit, "step_rows", lambda run: ())  # which take longest
     home = copy_run(aligned_run, tmp_path / "run")
+    monkeypatch.setattr(audit, "STARTS", 2)
     done = run(AUDIT, "--run", home, "--layer", 2, 0)
     written = (home / "paper.md").read_text()
     assert written in done.stdout and "rows, 2 layers," in done.stdout
@@ -226,24 +237,12 @@ def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path, monkeypa
     assert not any("layer 1" in line for line in lines)
 
 
-def test_the_page_begins_with_its_run_the_flags_of_the_stages_and_a_legend(finished_run, tmp_path):
-    home = copy_run(finished_run, tmp_path / "a run")
-    title, what, commands, *legend = audit.heading(audit.Run(str(home)), [0, 2]).split("\n\n")
-    record = json.loads((home / "groups.json").read_text())
-    assert title == audit.TITLE and record["model"]["layers"] == 3 and record["model"]["heads"] == 8
-    assert what == (f"Run a run: {record['model']['name']}, 3 layers, 8 query heads, 8 -> 2 kv heads. "
-                    "Compared layers: 0, 2.")
-    for flags in ("01_calibrate.py --model .* --sequences 8 --length 64 --dtype float32",
-                  "03_group.py --kv-heads 2 --by value --criterion dist --restarts 20 --iterations 300 "
-                  "--seed 0",
-                  "04_align.py --rotate dist --merge mean",
-                  "05_prune_train.py --masks l0 --kl-on prompt --l0-weight 1.0 --steps 10"):
-        assert re.search(f"^    .* {flags}$", commands, re.MULTILINE), flags
-    assert commands.count("\n") == 3
-    explained = set(re.findall(r"\*(.+?)\*", " ".join(legend)))
-    assert explained == set(audit.HEADER[1:]) and "two numbers" in legend[-1]
-    shutil.rmtree(home / "train")
-    assert "05_prune_train" not in audit.heading(audit.Run(str(home)), [0])
+def test_the_page_begins_with_its_run_and_the_flags_of_the_stages(finished_run):
+    title, what, commands, *legend = audit.heading(audit.Run(str(finished_run)), [0, 2]).split("\n\n")
+    assert title == audit.TITLE and legend
+    assert what.endswith(", 3 layers, 8 query heads, 8 -> 2 kv heads. Compared layers: 0, 2.")
+    assert re.findall(r"(\d\d)_\w+\.py", commands) == ["01", "03", "04", "05"]
+    assert commands.splitlines()[2].endswith("04_align.py --rotate dist --merge mean")
 
 
 def test_a_page_of_another_program_stays(aligned_run, tmp_path, monkeypatch):
@@ -260,7 +259,8 @@ def test_a_page_of_another_program_stays(aligned_run, tmp_path, monkeypatch):
 
 def missing(home) -> dict[str, str]:
     """The reasons of the rows that do not apply; all others hold."""
-    rows = table(home)
+    held = audit.Run(str(home))
+    rows = audit.all_rows(held, list(range(held.model["layers"])))
     assert not [row for row in rows if row.ok == "NO"]
     return {row.equation.partition(", layer")[0]: row.note for row in rows if row.ok == "-"}
 
