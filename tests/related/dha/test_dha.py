@@ -22,6 +22,8 @@ from related.dha import fusion, start
 from related.dha.modeling import DhaForCausalLM
 from related.dha.training import all_logits
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("make", [tiny_model, lambda: fused_tiny()[1],
                                   lambda: fused_tiny({"key": [PAIRS] * 3, "value": [PAIRS] * 3})[1]])
@@ -149,7 +151,6 @@ def test_attention_implementations_agree_step_by_step_too_and_packed_samples_sta
     torch.testing.assert_close(torch.cat(steps), expected[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first, trust, path, module", [
     ("import related.dha.modeling", "", str(ROOT), "related.dha.modeling"),
     ("pass", ", trust_remote_code=True", "", "transformers_modules"),

@@ -8,7 +8,7 @@ import torch
 
 from common.layers import Layers
 from dha_models import SMALL
-from helpers import byte_tokenizer, expect_error, recipe, run
+from helpers import byte_tokenizer, expect_error, run
 from related.dha import fusion, start
 from students import merge_model
 from training_runs import flip
@@ -88,38 +88,3 @@ def test_rows_of_the_same_cache_and_tokens_are_reported(inputs, halved, tmp_path
 
     flip(home / "searched" / "model.safetensors")
     expect_error("its content does not match", "related/dha/fuse.py", "--run", home, "--force")
-
-
-INTERPRETER = """#!/bin/bash
-# in place of Python: logs its arguments, one per line, and makes up the fields of a record
-if [ "$1" = -c ]; then
-  [ "${!#}" = kv_heads ] && echo 2 || echo "${!#} of it's [1] \\$(touch $PWNED)"
-  exit
-fi
-{ printf '%s\\n' "$@"; echo; } >> "$LOG"
-"""
-
-
-def test_the_shell_script_passes_every_value_as_it_is(tmp_path):
-    interpreter, log, pwned = (tmp_path / name for name in ("python", "log", "pwned"))
-    interpreter.write_text(INTERPRETER)
-    interpreter.chmod(0o755)
-    home = f"{tmp_path}/it's a run [1] $(touch {pwned})'); import os; os.system('touch {pwned}') #"
-    flags = ["--model", "my model", "--text", "a b.txt"]
-    done = recipe("../related/dha/run.sh", *flags, RUN=home, PYTHON=interpreter, LOG=log, PWNED=pwned,
-                  FUSE="--steps 9 --lambda-lr 2", STEPS=12, STAGED=1)
-    assert done.returncode == 0 and not pwned.exists(), done.stdout + done.stderr
-    calls = [call.splitlines() for call in log.read_text().split("\n\n") if call]
-    assert calls[0] == ["-m", "related.dha.search", f"--run={home}", *flags]
-    assert calls[1][2:] == [f"--run={home}", "--steps", "9", "--lambda-lr", "2"]
-    calibrate = next(call for call in calls if call[0] == "01_calibrate.py")
-    assert f"--text=text of it's [1] $(touch {pwned})" in calibrate and f"--run={home}" in calibrate
-    rows = ("mean-pool", "aligned", "closed-form")
-    names = [call[call.index("--name") + 1] for call in calls if "--name" in call]
-    assert names == ["cold", "unfused", "staged", *rows, "source"]
-    compared = ["--names", "source", *rows, "cold", "unfused", "staged", "dha"]
-    assert calls[-1] == ["-m", "related.dha.report", f"--run={home}", *compared]
-    halvings = [call for call in calls if f"--run={home}/half" in call or f"--run={home}/quarter" in call]
-    assert [call[1].split(".")[-1] for call in halvings] == ["search", "fuse"] * 2
-    second = ["--model", f"{home}/half/fused", "--kv-heads", "2", f"--run={home}/quarter"]
-    assert halvings[0][-3:] == ["--kv-heads", "4", f"--run={home}/half"] and halvings[2][-5:] == second

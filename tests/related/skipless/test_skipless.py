@@ -14,6 +14,7 @@ from related.skipless import fold
 from related.skipless.fold import LOGIT_TOLERANCE, exact_logits
 from skipless_models import HEADS, LAYERS, SIZE, WIDTH, difference, matrices, model_of, tokens
 
+pytestmark = pytest.mark.slow
 KINDS = [(parallel, kv_heads) for parallel in (False, True) for kv_heads in (HEADS, 2, 1)]
 FFNS = [*((*kind, True) for kind in KINDS), (False, HEADS, False), (True, HEADS, False)]  # gated or not
 

@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from common.models import load_config
-from helpers import ROOT, copy_run, expect_error, run, save_tiny, tiny_model
+from helpers import ROOT, expect_error, run, save_tiny, tiny_model
 from related.skipless import compare, fold
 from related.skipless.fold import LOGIT_TOLERANCE, MAX_CONDITION
 from skipless_models import COMPARE, FOLD, TRAIN, cells, matrices, model_of, tokens
-from training_runs import flip
 
+pytestmark = pytest.mark.slow
 SHORT = ["--length", 32, "--steps", 3, "--batch", 2, "--warmup", 1]
 
 
@@ -59,31 +59,6 @@ def test_the_last_line_counts_invertible_matrices():
     conditions = [{"q": 5.0, "p": 2.0}, {"q": 100 * MAX_CONDITION, "p": float("inf")}]
     expected = "3 of 4 square attention matrices of m invertible, worst condition number inf, P of layer 1"
     assert compare.closing_line("m", conditions, None) == expected
-    results = {"float64": 2e-14}, {"refused": "singular"}
-    lines = [{"remove": None, "float64": 0}, *({"remove": "q"} | result for result in results)]
-    exact = "1 folds exact to 2e-14, 1 refused"
-    assert compare.closing_line("m", conditions, lines) == f"{exact}; {expected}"
-    assert compare.closing_line("m", [{}], None) == "no attention matrix of m is square"
-
-
-def test_differences_stand_under_their_letters():
-    def line(remove, first, parameters, **more):
-        return {"model": "m", "remove": remove, "float64": first, "float32": 2e-7, "bfloat16": 3.0,
-                "parameters": parameters} | more
-
-    lines = [line(None, 0, 1000), line("q", 1e-14, 900), line("k", 2e-14, 800),
-             {"model": "m", "remove": "v", "refused": "singular"}, line("p", 4e-14, 700)]
-    table, reason = compare.exactness_table(lines).split("\n\n")
-    header, _, row = map(cells, table.splitlines())
-    assert dict(zip(header, row, strict=True)) == {
-        "model": "m", "weights": "1,000", "itself": "0 / 2e-07 / over 1",
-        "Q": "1e-14 / 2e-07 / over 1, 10%", "K": "2e-14 / 2e-07 / over 1, 20%", "V": "refused",
-        "P": "4e-14 / 2e-07 / over 1, 30%"}
-    assert reason == "Refused: singular."
-    header, _, *rows = map(cells, compare.conditions_table(
-        [{"q": 1.0, "k": 2.0, "v": 3.0, "p": 4.0}, {"q": 5.0, "p": 6.0}]).splitlines())
-    assert header == ["layer", "Q", "K", "V", "P"]
-    assert rows == [["0", "1", "2", "3", "4"], ["1", "5", "not square", "not square", "6"]]
 
 
 @pytest.mark.parametrize(("name", "counts", "row"), [
@@ -124,7 +99,6 @@ def compared(inputs, tmp_path_factory):
     return home / "run", run(COMPARE, *text, "--length", 32).stdout, model
 
 
-@pytest.mark.slow
 def test_the_report_folds_random_real_and_trained_models(compared):
     home, printed, model = compared
     results = json.loads((home / "compare.json").read_text())
@@ -140,7 +114,6 @@ def test_the_report_folds_random_real_and_trained_models(compared):
     assert (home / "compare.png").exists()
 
 
-@pytest.mark.slow
 def test_fold_writes_a_checkpoint_and_replaces_only_its_own(compared, inputs):
     home, _, _ = compared
     flags = ["--run", home, "--text", inputs["text"], "--length", 32]
@@ -158,21 +131,3 @@ def test_fold_writes_a_checkpoint_and_replaces_only_its_own(compared, inputs):
     expect_error("expected nothing or what related/skipless/fold.py wrote", FOLD, *flags, "--out",
                  home / "serial", "--force")
     assert AutoModelForCausalLM.from_pretrained(home / "serial").num_parameters() == source.num_parameters()
-
-
-@pytest.mark.slow
-def test_what_cannot_be_folded_or_reported_is_refused(compared, inputs, tmp_path):
-    home, _, model = compared
-    text = ["--text", inputs["text"], "--length", 32]
-    for changes, message in (
-        (["--model", model], "norms and skip connections"),
-        (["--max-condition", 0.5], "serial: layer 0: expected Q of condition number at most 5e-01"),
-        (["--length", 257], "--length: expected 1 to 256"),
-    ):
-        expect_error(message, FOLD, "--run", home, *text, "--out", home / "new", *changes)
-    assert not (home / "new").exists()
-    report = ["--run", tmp_path / "run", "--model", model, *text, "--force"]
-    expect_error("serial not found; run related/skipless/train.py first", COMPARE, *report)
-    copy_run(home, tmp_path / "run")
-    flip(tmp_path / "run" / "parallel" / "model.safetensors")
-    expect_error("its content does not match", COMPARE, *report)
