@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from bench import draft, recovery, train_step, transform
-from bench.machine import named_directories
-from common.data.rows import Sample
 from common.data.text import EVALUATION, load_tokens
 from common.errors import UserError
 from common.evaluate import perplexity
@@ -20,6 +18,8 @@ from common.models import load_model, load_tokenizer
 from common.training import plan as budget
 from common.training.hardware import parse_hardware
 from helpers import expect_error, run, save_tiny
+
+pytestmark = pytest.mark.slow
 
 
 def last_line(completed) -> dict:
@@ -31,12 +31,6 @@ def test_ratios_of_a_step_are_per_sample():
     taken = {"floor": [1.0, 2.0], "masked": [1.1, 2.4], "gqa": [0.9, 1.6], "single": [0.55, 1.2]}
     assert train_step.ratios(taken, 4 / 16) == {"step_over_floor": 1.15, "gqa_step_over_floor": 0.85,
                                                 "packed_over_single": 2.0}
-
-
-def test_samples_that_run_alone_are_spread_over_all_lengths():
-    samples = [Sample((1,) * length) for length in (5, 1, 3, 2, 4, 6)]
-    assert [len(sample) for sample in train_step.evenly_spread(samples, 3)] == [2, 4, 6]
-    assert [len(sample) for sample in train_step.evenly_spread(samples, 9)] == [1, 2, 3, 4, 5, 6]
 
 
 def step_arguments(**changes) -> argparse.Namespace:
@@ -102,7 +96,6 @@ def test_as_many_layers_as_a_gpu_holds(whole):
         train_step.fit_layers(shape, samples, args, need(1) - 2**28)
 
 
-@pytest.mark.slow
 def test_the_other_students_hold_twelve_bytes_a_parameter(group_of_one):
     """On a CPU, where they compute in the weights' dtype."""
     args = step_arguments(attention="packed", compile=False)
@@ -121,14 +114,6 @@ def test_the_other_students_hold_twelve_bytes_a_parameter(group_of_one):
     assert train_step.others_bytes(config, whole=True) == pytest.approx(held * 14 / 12)
 
 
-def test_a_model_needs_a_name_and_a_directory():
-    assert named_directories(["a=b/c=d"]) == {"a": "b/c=d"}
-    for model in ("runs/x", "=runs/x", "pairs="):
-        with pytest.raises(UserError, match="expected NAME=DIR"):
-            named_directories([model])
-
-
-@pytest.mark.slow
 def test_loss_bench():
     figures = last_line(run("bench/loss.py", "--tokens", 512, "--vocab", 4000, "--hidden", 32, "--chunk", 32,
                             "--pairs", 1, fresh=True))  # the high-water mark is the process's
@@ -137,7 +122,6 @@ def test_loss_bench():
     assert figures["loss_time_ratio"] > 0 and figures["loss_memory_ratio"] < 0.7
 
 
-@pytest.mark.slow
 def test_step_bench():
     done = run("bench/train_step.py", "--shape", "demo", "--batch", 4, "--pairs", 1, fresh=True)
     figures = last_line(done)
@@ -165,7 +149,6 @@ def test_the_printed_alignment_runs_on_vectors_with_the_grams():
         torch.testing.assert_close(itself, torch.zeros_like(itself), rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
 def test_decode_bench_of_a_random_pair():
     figures = last_line(run("bench/decode.py", "--layers", 3, "--heads", 8, "--kv-heads", 2, "--head-dim", 16,
                             "--intermediate", 64, "--contexts", 16, 40, "--batches", 1, 3, "--steps", 2,
@@ -201,7 +184,6 @@ def test_speed_ups_scale_the_work_on_vectors():
     assert transform.speedup(passes, factor=10, grams=4.5) == 2.0
 
 
-@pytest.mark.slow
 def test_transform_bench():
     sizes = ["--heads", 4, "--head-dim", 8, "--kv-heads", 2, "--intermediate", 64]
     lengths = ["--tokens", 600, "--calibrate-tokens", 32, "--pairs", 1]
@@ -212,24 +194,6 @@ def test_transform_bench():
     assert figures["align_speedup"] > 0 and figures["align_objective_gain"] > -1e-4
     steps = figures["stages_2_to_4_s"]
     assert figures["stages_2_to_4_s_per_7b_layer"] == pytest.approx(sum(steps.values()), abs=1e-3)
-
-
-def test_the_recovery_table():
-    """Budgets in ascending order, means over the seeds with their error, and the distance to the source."""
-    untrained = {"source": {"perplexity": 30.0}, "mine": {"perplexity": 44.0},
-                 "paper": {"perplexity": 41.0}}
-    seeds = {"0": {"perplexity": 33.0, "agreement": 0.5, "open_masks": None},
-             "1": {"perplexity": 35.0, "agreement": 0.6}}
-    masked = {seed: metrics | {"open_masks": int(seed)} for seed, metrics in seeds.items()}
-    trained = {"mine, masks off": {"1000": seeds, "200": {"0": seeds["0"]}},
-               "paper, masks l0": {"200": {"0": masked["0"]}, "1000": masked}}
-    lines = recovery.table(trained, untrained).splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["tokens of training", "0", "200", "1,000"]
-    once = "33.00 (+10.0%, 50.0% agree)"
-    assert cells[2] == ["mine, no masks", "44.00 (+46.7%)", once, "34.00 ± 1.00 (+13.3%, 55.0% agree)"]
-    twice = "34.00 ± 1.00 (+13.3%, 55.0% agree, masks open at removal: 0/1)"
-    assert cells[3] == ["paper, masks", "41.00 (+36.7%)", once, twice]
 
 
 def test_what_is_measured_is_kept(tmp_path, monkeypatch):
@@ -252,7 +216,6 @@ def test_what_is_measured_is_kept(tmp_path, monkeypatch):
         measure("--starts", "other")
 
 
-@pytest.mark.slow
 def test_merging_and_recovery_benches(inputs, tmp_path):
     """Losses are those of the models written; a student at no learning rate is its merged model."""
     home, out, text = tmp_path / "merged", tmp_path / "out", Path(inputs["text"]).read_text()
@@ -280,14 +243,12 @@ def test_merging_and_recovery_benches(inputs, tmp_path):
     expect_error("expected the merged models of make smollm2", "bench/recovery.py", "--run", tmp_path)
 
 
-@pytest.mark.slow
 def test_generating_bench():
     figures = last_line(run("bench/generating.py", "--length", 70, "--rows", 2, fresh=True))
     assert figures["rows"] == 2 and figures["tokens_per_s"] > 0
     assert min(figures["early_step_ms"], figures["last_step_ms"]) > 0
 
 
-@pytest.mark.slow
 def test_host_bench():
     """In times of transformers' own passes: what shards nothing is quicker than what is sharded by layer."""
     whole, by_layer = (last_line(run("bench/train_step.py", "--shape", "host", "--layers", 3, "--pairs", 1,
@@ -302,7 +263,6 @@ def test_the_tokens_expected_of_a_pass():
     assert draft.expected_tokens(1.0, 4) == 5 and draft.expected_tokens(0.0, 4) == 1
 
 
-@pytest.mark.slow
 def test_a_source_is_a_draft_of_itself_that_always_agrees(inputs, tmp_path):
     other = save_tiny(tmp_path / "other", seed=1)
     for model, agrees in ((inputs["model"], True), (other, False)):

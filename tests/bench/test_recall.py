@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from bench import answers, retrieval
-from common.errors import UserError
 from helpers import byte_tokenizer, run, save_tiny, tiny_model
 from test_benches import last_line
 
+pytestmark = pytest.mark.slow
 LINE = re.compile(r"\nThe (\w+) pass key is (\d{5})\.\n")
 
 
@@ -33,7 +33,6 @@ def test_models_are_compared_question_by_question():
     assert rows[3][0] == "merged" and rows[3][2] == f"-25 ± {100 * spread:.1f}"
 
 
-@pytest.mark.slow
 def test_answers_bench(tmp_path):
     """Each question is asked, and none gives its answer away."""
     model, out, questions = save_tiny(tmp_path / "model"), tmp_path / "out", answers.read_questions()
@@ -64,11 +63,6 @@ def test_keys_are_hidden_at_their_depths(keys, depth):
     assert len({round(place, 2) for place in places.values()}) == keys  # each at a depth of its own
 
 
-def test_texts_without_room_are_refused():
-    with pytest.raises(UserError, match="--lengths 200: expected room for 8 keys and text"):
-        retrieval.hide([5] * 200, byte_tokenizer(), 200, 0.5, 8, random.Random(0))
-
-
 def test_a_key_is_recalled_if_greedy_decoding_writes_it():
     model, prompt = tiny_model(), torch.arange(20) * 3
     written = model.generate(prompt[None], max_new_tokens=5, min_new_tokens=5, do_sample=False)
@@ -80,14 +74,6 @@ def test_a_key_is_recalled_if_greedy_decoding_writes_it():
         assert not retrieval.recalls(model, wrong, 5)
 
 
-def test_the_table_has_means_over_depths():
-    half = {(keys, 512, depth): float(depth < 0.5) if keys == 1 else 0.0
-            for keys in retrieval.KEYS for depth in retrieval.DEPTHS}
-    table = retrieval.table({"source": half}, [512])
-    assert re.search(r"source, 1 key +\| +50 ", table) and re.search(r"source, 8 keys +\| +0 ", table)
-
-
-@pytest.mark.slow
 def test_retrieval_bench(inputs, tmp_path):
     out, model = tmp_path / "out", save_tiny(tmp_path / "model", max_position_embeddings=600)
     figures = last_line(run("bench/retrieval.py", "--source", model, "--models", f"same={model}", "--text",
