@@ -1,6 +1,6 @@
 """Mistakes in flags, damaged or exchanged inputs, a full disk: one line, and nothing is lost."""
 
-import re
+import json
 import resource
 import shutil
 import signal
@@ -11,8 +11,6 @@ import pytest
 from helpers import TRAINING, calibrate_arguments, copy_run, evaluate_arguments, expect_error
 from tiny_run import STAGES
 
-NO_BOS = "--bos: expected a tokenizer with a begin-of-sequence token, found none"
-LAYERWISE = "--layerwise: expected no --tasks, --limit, --prompts or --chat"
 NOT_RECORDED = "its content does not match its record"
 LAYER = "calibration/layer-00001.safetensors"
 
@@ -41,41 +39,23 @@ def words_of(command: str, home: Path, inputs: dict[str, str]) -> list:
     ("01 --force --model no/such-model", "neither a directory nor a hub repository"),
     ("01 --force --text missing.txt", "expected c4, demo, hf:NAME[:CONFIG], or"),
     ("01 --force --sequences 4000", "expected 4000 x 64 = 256000 tokens in its training part, found"),
-    ("01 --force --bos", NO_BOS),
+    ("01 --force --bos", "--bos: expected a tokenizer with a begin-of-sequence token, found none"),
     ("02 --run RUN/nowhere", "calibration not found; run 01_calibrate.py first"),
-    ("02 --force --key-context 8", "--key-context: expected --energy with it"),
     ("03 --force --kv-heads 3", "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
-    ("04 --force --merge-keys pairs", "--merge-keys pairs: expected --merge closed-form with it, found mean"),
     ("04 --force --key-context 20", "--key-context: expected --merge closed-form --merge-keys rope with it"),
     ("04 --force --length 257", "--length: expected 2 to 256 tokens"),
-    ("04 --force --text missing.txt", "missing.txt"),
-    ("04 --force --layerwise --text generated", "generated: expected no --layerwise, as the model must be"),
     ("05 --compile --deterministic", "--deterministic: expected no --compile, whose kernels depend on"),
-    ("05 --bos", NO_BOS),
     ("05 --lr 2e-3", "lr 0.001 -> 0.002"),
-    ("05 --batch 4", "batch 8 -> 4"),
-    ("05 --dtype bfloat16", "dtype torch.float32 -> torch.bfloat16"),
-    ("05 --teacher-steps 5", "/teacher was trained with other settings (steps 4 -> 5"),
     ("05 --teacher-lr 2e-3", "/teacher was trained with other settings (lr 0.001 -> 0.002"),
     ("05 --only piqa", "/teacher was trained with other settings (samples 96 -> 12"),
-    ("05 --teacher RUN/groups.json", "groups.json: expected nothing or a directory, found a file"),
     ("05 --teacher RUN/train", "--teacher: expected another directory than the student's"),
     ("07 --run RUN/nowhere", "expected one of teacher, merged, gqa, found none"),
-    ("07 --force --model nowhere", "nowhere: expected a checkpoint directory, found none"),
     ("07 --force --model a=x a=y", "--model: expected different names, found a twice"),
-    ("07 --force --length 1", "--length: expected 2 to 256 tokens (the model's max_position_"),
-    ("07 --force --length 257", "--length: expected 2 to 256 tokens (the model's max_position_"),
     ("07 --force --sequences 1000000", "= 64000000 tokens, found "),
-    ("07 --force --seed 1", "--seed: expected --limit N with it"),
     ("07 --force --tasks nowhere", "in nowhere of boolq, piqa"),
-    ("07 --force --text nowhere.txt", "text nowhere.txt: not found"),
     ("07 --force --register no.such_module", "--register no.such_module: cannot be imported"),
-    ("07 --force --register ..", "--register ..: cannot be imported"),
-    ("07 --force --layerwise", LAYERWISE),
-    ("07 --force --layerwise --tasks none --limit 1", LAYERWISE),
-    ("07 --force --layerwise --tasks none --prompts p", LAYERWISE),
-    ("07 --force --bos", NO_BOS),
-])  # fmt: skip
+    ("07 --force --layerwise", "--layerwise: expected no --tasks, --limit, --prompts or --chat"),
+])
 def test_flags_that_do_not_fit_are_refused_before_anything_is_written(home, inputs, command, message):
     before = times(home)
     expect_error(message, *words_of(command, home, inputs))
@@ -95,64 +75,38 @@ def longer(content: bytes) -> bytes:
     return content + b"\n"
 
 
-def says(old: str, new: str):
-    """A damage: the record says another thing, where the pattern `old` is found."""
-
-    def damage(content: bytes) -> bytes:
-        changed, count = re.subn(old, new, content.decode())
-        assert count
-        return changed.encode()
-
-    return damage
+def of_another_model(content: bytes) -> bytes:
+    record = json.loads(content)
+    record["model"]["fingerprint"] = record["model"]["fingerprint"][::-1]
+    return json.dumps(record).encode()
 
 
-OF_ANOTHER_MODEL = says('"fingerprint": "..', '"fingerprint": "00')
-OF_ANOTHER_TIME = says('"seconds": ', '"seconds": 1')
-FOUR_KV_HEADS = says('"kv_heads": [28]', '"kv_heads": 4')
+def of_another_time(content: bytes) -> bytes:
+    return json.dumps(json.loads(content) | {"seconds": 1.5}).encode()
 
 
 @pytest.mark.parametrize(("command", "file", "damage", "message"), [
     ("02 --force", LAYER, cut, NOT_RECORDED),
     ("02 --force", LAYER, None, "expected the file written by 01_calibrate.py, found none"),
-    ("02 --force", "calibration/stage.json", FOUR_KV_HEADS, "of shape [10, 8, 8] for the model"),
     ("03 --force", "similarity.safetensors", flip, NOT_RECORDED),
-    ("03 --force", "similarity.json", FOUR_KV_HEADS, "of shape [3, 4, 4], found [3, 8, 8]"),
-    ("03 --force", "similarity.json", b"[]", "record: expected an object, found []"),
-    ("04 --force", LAYER, flip, NOT_RECORDED),
-    ("04 --force", "groups.json", says('"kv_heads": 2', '"kv_heads": 4'), "expected 4 groups of 2 heads"),
     ("04 --force", "groups.json", b"\xff", "groups.json: expected the record of 03_group.py"),
-    ("04 --force", "groups.json", OF_ANOTHER_MODEL, "expected an artifact of model"),
+    ("04 --force", "groups.json", of_another_model, "expected an artifact of model"),
     ("04 --force", "calibration/stage.json", longer, "groups.json: expected groups of heads in "),
     ("05", "merged", None, "merged not found; run 04_align.py first"),
     ("05", "aligned/model.safetensors", flip, NOT_RECORDED),
-    ("05 --force", "merged/model.safetensors", flip, NOT_RECORDED),
-    ("05 --force", "aligned/stage.json", OF_ANOTHER_TIME, "expected the artifact that 04_align.py read"),
+    ("05 --force", "aligned/stage.json", of_another_time, "expected the artifact that 04_align.py read"),
     ("05", "teacher/model.safetensors", flip, NOT_RECORDED),
-    ("05 --force --teacher RUN/teacher", "teacher/model.safetensors", flip, NOT_RECORDED),
     ("05", "train", b"mine", "train: expected nothing or a directory, found a file"),
     ("05", "train/metrics.jsonl", longer, "metrics.jsonl: its content does not match its record"),
-    # before a teacher is trained, which is missing
-    ("05 --teacher RUN/other", "train/settings.json", None, "found curves.png; move it away first"),
     ("06 --force", "train", None, "train not found; run 05_prune_train.py first"),
-    ("06 --force", "aligned/stage.json", OF_ANOTHER_TIME, "aligned: expected the artifact that"),
-    ("06 --force", "merged/stage.json", OF_ANOTHER_TIME, "merged: expected the artifact that"),
-    ("06 --force", "aligned/config.json", b"{}", NOT_RECORDED),
-    ("06 --force", "train/stage.json", says('"kv_heads": 2', '"kv_heads": 4'), "expected kv_heads 2 as in"),
-    ("06 --force", "train/stage.json", says('"steps": 10', '"steps": 9'), "expected steps 10 as in"),
-    ("06 --force", "train/stage.json", says('"clip": 1.0', '"clip": 2.0'), "expected clip 1.0 as in"),
+    ("06 --force", "aligned/stage.json", of_another_time, "aligned: expected the artifact that"),
     ("06 --force", "train/stage.json", "teacher/stage.json", "expected a trained student, found a teacher"),
     ("06 --force", "train/step-00000010/shard-00001-model-00002-of-00004.safetensors", flip, NOT_RECORDED),
-    ("06 --force", "train/metrics.jsonl", None, "metrics.jsonl: expected the file written by"),
     ("07", "gqa", None, "eval.json already exists, made from gqa, which is gone; pass --force"),
-    ("07 --force", "teacher/model.safetensors", flip, NOT_RECORDED),
     ("07 --force", "merged/model.safetensors", flip, NOT_RECORDED),
     ("07 --force", "merged/other.safetensors", b"", "found also other.safetensors; remove it"),
-    ("07 --force", "gqa/model.safetensors", flip, NOT_RECORDED),
-    ("07 --force", "gqa/stage.json", b"\xff", "/gqa/stage.json: "),
-    ("07 --force", "gqa/stage.json", b'{"stage": 3}', "expected the record of a stage, found stage 3"),
-    ("07 --force", "gqa/stage.json", b'{"stage": "06_export.py"}', "/gqa/stage.json: "),
     ("07 --force", "eval.json", None, "eval.jsonl: expected nothing or what 07_eval.py wrote, found a file"),
-])  # fmt: skip
+])
 def test_inputs_that_are_missing_damaged_or_exchanged_are_refused(
     home, inputs, tmp_path, command, file, damage, message
 ):
@@ -174,18 +128,15 @@ def test_inputs_that_are_missing_damaged_or_exchanged_are_refused(
             shutil.move(aside, path)
 
 
-@pytest.mark.parametrize(("command", "sizes"), [
-    ("01 --force", (2000, 5000)), ("02 --force", (2000, 5000)), ("04 --force", (2000, 5000)),
-    ("06 --force", (5000,)),
-])  # fmt: skip
-def test_a_full_disk_is_one_line_and_keeps_what_there_was(home, inputs, command, sizes):
+@pytest.mark.parametrize("command", [
+    "06 --force", *(pytest.param(f"{number} --force", marks=pytest.mark.slow) for number in ("01", "04"))])
+def test_a_full_disk_is_one_line_and_keeps_what_there_was(home, inputs, command):
     """The kernel's refusal of large files, as safetensors and tokenizers report it."""
     before = times(home)
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        for size in sizes:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-            expect_error("File too large", *words_of(command, home, inputs))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+        expect_error("File too large", *words_of(command, home, inputs))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
