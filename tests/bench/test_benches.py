@@ -3,17 +3,15 @@
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import draft, recovery, train_step, transform
+from bench import draft, train_step, transform
 from common.data.text import EVALUATION, load_tokens
 from common.errors import UserError
 from common.evaluate import perplexity
-from common.files import write_json
 from common.models import load_model, load_tokenizer
 from common.training import plan as budget
 from common.training.hardware import parse_hardware
@@ -131,24 +129,6 @@ def test_step_bench():
     assert 0 < figures["planned"]["memory_gib"] < 1 and "step_seconds" not in figures["planned"]
 
 
-def test_the_printed_alignment_runs_on_vectors_with_the_grams():
-    """Of values and, for each RoPE pair, of keys; the gain is that of objectives."""
-    heads = torch.randn(2, 50, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    pairs = torch.complex(heads[..., :3], heads[..., 3:])
-    key_gram = torch.einsum("gnip,gnjp->gijp", pairs.conj(), pairs)
-    grams = torch.einsum("gnia,gnjb->gijab", heads, heads), key_gram
-    values, keys = (torch.stack(transform.vectors_of(gram), dim=1) for gram in grams)
-    torch.testing.assert_close(torch.einsum("gina,gjnb->gijab", values, values), grams[0])
-    keys = torch.view_as_complex(keys)  # [groups, heads, pairs, n]
-    torch.testing.assert_close(torch.einsum("gipn,gjpn->gijp", keys.conj(), keys), grams[1])
-    identity = torch.eye(6, dtype=torch.float64).expand(2, 3, 6, 6)
-    for gram, unrotated in zip(grams, (identity, torch.ones_like(key_gram[:, 0])), strict=True):
-        reached = transform.objective_gain(gram, unrotated, transform.printed_alignment(gram))
-        assert (reached < -0.1).all()  # what has not been aligned is behind
-        itself = transform.objective_gain(gram, unrotated, transform.vectors_of(gram))
-        torch.testing.assert_close(itself, torch.zeros_like(itself), rtol=0, atol=1e-12)
-
-
 def test_decode_bench_of_a_random_pair():
     figures = last_line(run("bench/decode.py", "--layers", 3, "--heads", 8, "--kv-heads", 2, "--head-dim", 16,
                             "--intermediate", 64, "--contexts", 16, 40, "--batches", 1, 3, "--steps", 2,
@@ -175,15 +155,6 @@ def test_both_ways_of_the_transform_agree():
     assert direct.similarities(0, 3) == pytest.approx(expected, rel=1e-4)
 
 
-def test_speed_ups_scale_the_work_on_vectors():
-    """The median of passes: direct seconds, of which the first of two grow with the tokens, over ours."""
-    passes = [({"a": 1.0, "b": 1.0, "c": 9.0}, {"a": (1.0, 2.0), "b": (0.0, 1.0)}),
-              ({"a": 1.0, "b": 0.0, "c": 9.0}, {"a": (1.0, 2.0), "b": (0.0, 1.0)}),
-              ({"a": 1.0, "b": 3.0, "c": 9.0}, {"a": (1.0, 2.0), "b": (0.0, 1.0)})]
-    assert transform.speedup(passes) == 2.0 and transform.speedup(passes, factor=10) == 6.5
-    assert transform.speedup(passes, factor=10, grams=4.5) == 2.0
-
-
 def test_transform_bench():
     sizes = ["--heads", 4, "--head-dim", 8, "--kv-heads", 2, "--intermediate", 64]
     lengths = ["--tokens", 600, "--calibrate-tokens", 32, "--pairs", 1]
@@ -194,26 +165,6 @@ def test_transform_bench():
     assert figures["align_speedup"] > 0 and figures["align_objective_gain"] > -1e-4
     steps = figures["stages_2_to_4_s"]
     assert figures["stages_2_to_4_s_per_7b_layer"] == pytest.approx(sum(steps.values()), abs=1e-3)
-
-
-def test_what_is_measured_is_kept(tmp_path, monkeypatch):
-    """Other masks, budgets and seeds are added; other settings are refused."""
-    write_json(str(tmp_path / "starts.json"), dict.fromkeys(("source", "mine"), {"perplexity": 40.0}))
-    asked = []
-    monkeypatch.setattr(recovery, "train", lambda args, *place: asked.append(place) or {"perplexity": 35.0})
-
-    def measure(*flags):
-        words = ["recovery", "--run", str(tmp_path), "--out", str(tmp_path / "out"), "--starts", "mine"]
-        monkeypatch.setattr(sys, "argv", [*words, *flags])
-        recovery.main()
-
-    measure("--budgets", "9")
-    measure("--budgets", "9", "20", "--seeds", "2")
-    assert asked == [("mine", 9, 0), ("mine", 9, 1), ("mine", 20, 0), ("mine", 20, 1)]
-    with pytest.raises(UserError, match="pass another --out"):
-        measure("--lr", "1e-3")
-    with pytest.raises(UserError, match="starts.json: expected source and --starts, found no other; make it"):
-        measure("--starts", "other")
 
 
 def test_merging_and_recovery_benches(inputs, tmp_path):

@@ -8,10 +8,9 @@ import torch
 
 from common.layers import Layers
 from dha_models import SMALL
-from helpers import byte_tokenizer, expect_error, run
+from helpers import byte_tokenizer, run
 from related.dha import fusion, start
 from students import merge_model
-from training_runs import flip
 
 pytestmark = pytest.mark.slow
 FAST = ["--steps", 150, "--margin-steps", 10, "--operator-lr", 0.05, "--lambda-lr", 20]
@@ -27,7 +26,7 @@ def summary_of(path: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def halved(inputs, tmp_path_factory):
-    """A directory with the runs half/ and quarter/ of search and fusion, and the flags of every search."""
+    """A directory with the runs half/ and quarter/ of search and fusion."""
     home = tmp_path_factory.mktemp("it's run [1]")
     (home / "heldout.txt").write_text(Path(json.__file__).read_text())
     flags = ["--text", inputs["text"], "--heldout", home / "heldout.txt", *SMALL]
@@ -36,11 +35,11 @@ def halved(inputs, tmp_path_factory):
         dha("search", "--run-dir", home / name, "--model", source, "--kv-heads", kv_heads, *flags,
             processes=processes)
         dha("fuse", "--run-dir", home / name, *FAST, processes=processes)
-    return home, flags
+    return home
 
 
 def test_two_halvings_each_search_and_fuse_and_all_their_steps_count(halved):
-    (home, flags), steps, heads_before = halved, 0, {kind: [8] * 3 for kind in fusion.PROJECTIONS}
+    home, steps, heads_before = halved, 0, {kind: [8] * 3 for kind in fusion.PROJECTIONS}
     for name, kv_heads in (("half", 4), ("quarter", 2)):
         search = json.loads((home / name / "searched" / "stage.json").read_text())
         searched, fused = search["summary"], summary_of(home / name / "fused")
@@ -57,18 +56,12 @@ def test_two_halvings_each_search_and_fuse_and_all_their_steps_count(halved):
             losses = [json.loads(line)["fusion_loss"] for line in lines[:2]]
             assert losses[0] != losses[1]
         steps, heads_before = fused["steps_so_far"], heads
-    again = ["--run", home / "again", "--model", home / "half" / "fused", "--kv-heads", 2, *flags]
-    expect_error("batch: expected 4", "related/dha/search.py", *again, "--batch", 2)
-    flip(home / "half" / "fused" / "model.safetensors")
-    expect_error("its content does not match", "related/dha/search.py", *again)
 
 
 def test_rows_of_the_same_cache_and_tokens_are_reported(inputs, halved, tmp_path):
-    home = halved[0] / "quarter"
+    home = halved / "quarter"
     steps = summary_of(home / "fused")["steps_so_far"]
     total, searched = steps + 4, summary_of(home / "searched")["steps_so_far"]
-    expect_error("search and fusion", "related/dha/pretrain.py", "--run", home, "--steps", 4)
-    expect_error("expected letters", "related/dha/pretrain.py", "--run", home, "--name", "../x")
     merge_model(Layers(inputs["model"], torch.float32, "cpu").model, 2).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     checkpoints = {"mean-pool": tmp_path, "dha": home / "fused"}
@@ -85,6 +78,3 @@ def test_rows_of_the_same_cache_and_tokens_are_reported(inputs, halved, tmp_path
     assert first == {"mean-pool": 0, "dha": steps, "cold": searched, "unfused": searched}
     assert rows["cold"]["heldout"][0] != rows["unfused"]["heldout"][0]
     assert {row["heldout"][-1][0] for row in rows.values()} == {total * 4 * 32}
-
-    flip(home / "searched" / "model.safetensors")
-    expect_error("its content does not match", "related/dha/fuse.py", "--run", home, "--force")

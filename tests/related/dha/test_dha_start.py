@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 
 from common.calibration import Calibration
@@ -15,8 +14,8 @@ from common.equivalence import max_difference
 from common.layers import Layers
 from common.models import load_model
 from dha_models import GROUPS, SMALL, tokens
-from helpers import byte_tokenizer, expect_error, run, tiny_model
-from related.dha import report, start
+from helpers import byte_tokenizer, run, tiny_model
+from related.dha import start
 from related.dha.training import all_logits
 
 pytestmark = pytest.mark.slow
@@ -118,8 +117,6 @@ def test_the_cheapest_counts_are_those_of_all():
 def test_closed_forms_and_aligned_heads_as_commands(inputs, tmp_path):
     """From one search: what its groups cost in steps, refits, and fusion of heads that were aligned."""
     make, home = "related/dha/start.py", tmp_path / "rotated"
-    expect_error("expected --counts search with it, found measured", make, "--run", tmp_path, "--merge",
-                 "closed-form", "--groups", "search")
     (tmp_path / "heldout.txt").write_text(Path(json.__file__).read_text())
     run("related/dha/search.py", "--run", tmp_path, "--model", inputs["model"], "--text", inputs["text"],
         "--heldout", tmp_path / "heldout.txt", *SMALL)
@@ -140,8 +137,6 @@ def test_closed_forms_and_aligned_heads_as_commands(inputs, tmp_path):
         assert sum(map(sum, summary["heads"].values())) == 2 * 3 * search["summary"]["kv_heads"]
         kl[name] = summary["kl"]
     assert kl["output"] < kl["uniform"] > kl["measured"]
-    run("related/dha/pretrain.py", "--run", tmp_path, "--name", "groups", "--checkpoint",
-        tmp_path / "start-search", "--steps", 5, "--heldout-every", 2)
 
     run(make, "--run", tmp_path, "--merge", "none")
     rotated = json.loads((home / "searched" / "stage.json").read_text())
@@ -155,12 +150,7 @@ def test_closed_forms_and_aligned_heads_as_commands(inputs, tmp_path):
     assert list(rows) == ["source", *starts] and rows["source"]["lost"] == rows["source"]["kl"] == 0
     for row in rows.values():
         assert row["lost"] == pytest.approx(row["loss"] - rows["source"]["loss"])
-    models = [load_model(str(path)) for path in (inputs["model"], starts["measured"])]
-    losses = [[model(row[None], labels=row[None]).loss.item() for row in tokens()] for model in models]
-    measured = report.measure(str(starts["measured"]), tokens(), all_logits(models[0], tokens()))
-    assert measured["lost_stderr"] == pytest.approx(scipy.stats.sem(np.subtract(*losses)), rel=1e-4)
     assert rows["measured"]["kl"] < rows["pooled"]["kl"]
-    assert rows["measured"]["cache_bytes_per_token"] == rows["pooled"]["cache_bytes_per_token"]
 
 
 @torch.no_grad()

@@ -213,13 +213,6 @@ def test_a_second_prompt_after_a_short_one_is_not_pruned(first, length, settings
     assert all(layer.channels is None for layer in cache.layers)
 
 
-def test_a_prompt_of_one_token_is_pruned_where_no_key_is_recent():
-    model = tiny_model()
-    cache = KeyChannelCache(model, 0.5, recent=0)
-    logits(model, batch_of([[7]]), cache)
-    assert all(layer.channels.shape[-1] == layer.pruned.shape[-1] == 4 for layer in cache.layers)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
     model, batch = tiny_model(**MODELS[name]), batch_of(texts(20, 13))
@@ -249,18 +242,6 @@ def test_a_prompt_in_chunks_is_pruned_as_a_whole(name, chunk):
     for expected, layer in zip(whole.layers, chunked.layers, strict=True):
         for tensor in ("channels", "pruned", "keys", "values"):
             torch.testing.assert_close(getattr(layer, tensor), getattr(expected, tensor))
-
-
-def test_a_prompt_in_chunks_of_unknown_length_is_refused():
-    model, batch = tiny_model(), batch_of(texts(20, 13))
-    for size, found in ((6, "padding at the end"), (8, "passes of 8 and 8 tokens"), (12, "passes of 12")):
-        with pytest.raises(UserError, match="KeyChannelCache.prompt=.*, found " + found):
-            model.generate(**batch, **GENERATION, prefill_chunk_size=size,
-                           past_key_values=KeyChannelCache(model, **PRUNING))
-    cache = KeyChannelCache(model, **PRUNING)
-    logits(model, batch, cache)
-    cache.reset()
-    assert torch.equal(logits(model, batch, cache), logits(model, batch, None))
 
 
 @pytest.mark.parametrize("name", MODELS)

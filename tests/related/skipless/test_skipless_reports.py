@@ -110,7 +110,7 @@ def test_the_report_folds_random_real_and_trained_models(compared):
     assert results["trained"]["serial"]["before"] != results["trained"]["serial"]["after"]
     assert [line["condition"] for line in results["sweep"]] == compare.SWEEP
     report = (home / "compare.md").read_text()
-    assert "trained parallel" in report and f"serial of {model}'s matrices" in report
+    assert "trained parallel" in report
     assert (home / "compare.png").exists()
 
 
@@ -126,8 +126,6 @@ def test_fold_writes_a_checkpoint_and_replaces_only_its_own(compared, inputs):
     assert summary["parameters_after"] < summary["parameters_before"] == source.num_parameters()
     stored = summary["max_relative_difference_stored"]
     assert summary["max_relative_difference"] < LOGIT_TOLERANCE < stored < 0.1
-    run(FOLD, *flags, "--remove", "v", fails=True)
-    run(FOLD, *flags, "--remove", "v", "--force")
     expect_error("expected nothing or what related/skipless/fold.py wrote", FOLD, *flags, "--out",
                  home / "serial", "--force")
     assert AutoModelForCausalLM.from_pretrained(home / "serial").num_parameters() == source.num_parameters()
