@@ -77,7 +77,7 @@ def refits(monkeypatch) -> list:
     return calls
 
 
-@pytest.mark.parametrize("rename", [6, 7, 8, 9])
+@pytest.mark.parametrize("rename", [7, 8])
 def test_an_interrupted_force_leaves_no_mixed_pair_unnoticed(aligned_run, tmp_path, rename):
     """At the renames of aligned/ and merged/, from the name and to it: the old pair, or one that differs."""
     home = copy_run(aligned_run, tmp_path / "run")
@@ -89,14 +89,14 @@ def test_an_interrupted_force_leaves_no_mixed_pair_unnoticed(aligned_run, tmp_pa
             check_input(read_record(str(home / "merged"), "04_align.py"), str(home / "aligned"))
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_a_stopped_refit_goes_on_where_it_was(refitted_run, tmp_path, refits, killed):
+@pytest.mark.slow
+def test_a_stopped_refit_goes_on_where_it_was(refitted_run, tmp_path, refits):
     """Stopped as the first layer, then as the second one gets its name: each is refitted once more."""
     home, before = without_outputs(refitted_run, tmp_path / "run"), set(os.listdir(refitted_run))
-    assert stopped(home, 4, REFIT, killed)
+    assert stopped(home, 4, REFIT)
     assert (home / "align.partial" / "aligned" / "stage.json").exists()
-    assert set(os.listdir(home)) - before == {"align.partial"} or killed
-    assert stopped(home, 4, REFIT, killed)
+    assert set(os.listdir(home)) - before == {"align.partial"}
+    assert stopped(home, 4, REFIT, killed=True)
     refits.clear()
     printed = run("04_align.py", "--run", home, *REFIT).stdout
     assert len(refits) == 2 and "checked before this command was stopped" in printed
@@ -113,18 +113,17 @@ def test_killed_at_any_rename_the_same_command_ends_with_the_same_bytes(refitted
     require_same(home, refitted_run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["flags", "weights", "complete"])
 def test_what_another_command_left_is_neither_used_nor_kept(refitted_run, tmp_path, refits, change):
     """Other flags, or a part that was modified; and what is left beside outputs that are complete."""
     home = without_outputs(refitted_run, tmp_path / "run")
     assert stopped(home, 6, REFIT, killed=True)
     partial, flags = home / "align.partial", REFIT
-    first = partial / "layer-00000"
     if change == "flags":
         flags = [*REFIT, "--rotate", "cos"]
-        (first / "notes.txt").touch()
     elif change == "weights":
-        (first / "refitted.safetensors").write_bytes(b"")
+        (partial / "layer-00000" / "refitted.safetensors").write_bytes(b"")
     else:
         for name in ("aligned", "merged"):
             shutil.copytree(refitted_run / name, home / name)
@@ -132,6 +131,4 @@ def test_what_another_command_left_is_neither_used_nor_kept(refitted_run, tmp_pa
     printed = run("04_align.py", "--run", home, *flags).stdout
     assert len(refits) == (0 if change == "complete" else 3)
     assert ("checked before this command was stopped" in printed) == (change == "weights")
-    left = [str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()]
-    assert left == (["layer-00000.old-1/notes.txt"] if change == "flags" else [])
-    assert change == "flags" or not partial.exists()
+    assert not partial.exists()

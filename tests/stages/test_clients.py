@@ -6,6 +6,8 @@ Programs: test_harness.py (lm_eval), test_gguf.py (llama.cpp), test_clients_tabl
 import json
 import textwrap
 
+import pytest
+
 from helpers import byte_tokenizer, run, tiny_model
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
@@ -25,6 +27,7 @@ def test_the_model_card_of_a_run(finished_run):
     assert printed[0].startswith("Question: Which is a metal?\nChoices: ['wood', 'iron']\nAnswer:")
 
 
+@pytest.mark.slow
 def test_stage_7_evaluates_what_the_neighbouring_systems_write(inputs, tmp_path):
     """Decoupled heads, and a skipless model without Q and P."""
     shape = {name: value for name, value in tiny_model().config.to_dict().items() if name in SHAPE}
