@@ -3,7 +3,7 @@
 import hashlib
 import importlib
 import json
-import shutil
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ from common.artifacts import read_record
 from common.calibration import Calibration
 from common.closed_form import refit as refitting
 from common.closed_form.layer import closed_form_layer, energy_lost
-from common.data.sources import DataContext
 from common.errors import UserError
 from common.method import merge as fuse
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
@@ -29,6 +28,7 @@ from helpers import calibrated_layer, copy_run, expect_error, run, save_tiny, ti
 from students import merge_model
 from test_procrustes import correlated, value_gram
 
+stage4 = importlib.import_module("04_align")
 H, D = 6, 8
 NORM = "layernorm"
 GROUPS = torch.tensor([[4, 1, 3], [5, 0, 2]])
@@ -108,10 +108,11 @@ def digests(home: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("criterion", "flags", "context"), [
-    ("cos", ["--merge", "mean"], None),
-    ("dist", ["--merge", "closed-form"], 256),  # the model's positions
     ("dist", ["--merge", "closed-form", "--key-context", 20], 20),
-    ("dist", ["--merge", "closed-form", "--merge-keys", "pairs"], None),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("cos", ["--merge", "mean"], None),
+        ("dist", ["--merge", "closed-form"], 256),  # the model's positions
+        ("dist", ["--merge", "closed-form", "--merge-keys", "pairs"], None))),
 ])
 def test_aligned_and_merged_are_what_the_calibration_asks_for(
     aligned_run, tmp_path, criterion, flags, context
@@ -141,12 +142,10 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
         torch.testing.assert_close(aligned[name], tensor, rtol=1e-6, atol=1e-6)
     merged = weights(home / "merged")
     summary = read_record(str(home / "merged"), "04_align.py")["summary"]
-    assert summary["key_context"] == context and summary["energy_lost"] == (lost or None)
-    assert summary["within_group_cosine"] == cosines
-    asked = {"rotate": criterion, "merge": flags[1], "refit": None, "calibration_tokens": 8 * 64}
-    assert {name: summary[name] for name in asked} == asked
-    grouped = record["summary"]
-    assert {name: summary[name] for name in ("kv_heads", "by", "criterion")}.items() <= grouped.items()
+    expected = {"key_context": context, "energy_lost": lost or None, "within_group_cosine": cosines,
+                "rotate": criterion, "merge": flags[1], "refit": None, "calibration_tokens": 8 * 64,
+                "kv_heads": 2, "by": "key", "criterion": criterion}
+    assert {name: summary[name] for name in expected} == expected
     assert merged.keys() == aligned.keys()
     for index in range(3):
         name = f"model.layers.{index}.self_attn.v_proj.weight"
@@ -157,6 +156,7 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
             torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_layer_by_layer_and_again_the_same_bytes(aligned_run, tmp_path):
     home, written = copy_run(aligned_run, tmp_path / "run"), []
     for flags in ([], ["--layerwise"]):
@@ -165,25 +165,23 @@ def test_layer_by_layer_and_again_the_same_bytes(aligned_run, tmp_path):
     assert written[0] == written[1]
 
 
+@pytest.mark.slow
 def test_the_refit_reads_text_at_distances_up_to_the_key_context(aligned_run, tmp_path, monkeypatch):
     home, asked = copy_run(aligned_run, tmp_path / "run"), set()
     monkeypatch.setattr(refitting, "gapped_positions", lambda number, *sizes: asked.add(sizes))
-    for flags, context in (["--merge", "closed-form", "--key-context", 100], 100), ([], None):
-        asked.clear()
-        run("04_align.py", "--run", home, "--force", "--refit", *flags)
-        assert asked == {(64, context)}
+    run("04_align.py", "--run", home, "--force", "--refit", "--merge", "closed-form", "--key-context", 100)
+    assert asked == {(64, 100)}
 
 
 def test_refit_brings_merged_nearer(aligned_run, tmp_path):
     """Only W_O changes, and the recorded errors fall in every layer."""
     home = copy_run(aligned_run, tmp_path / "run")
-    done = run("04_align.py", "--run", home, "--force", "--refit")
+    run("04_align.py", "--run", home, "--force", "--refit")
     summary, before = (json.loads((path / "merged" / "stage.json").read_text())["summary"]
                        for path in (home, aligned_run))
     assert summary["refit"] == "output"  # --refit without a value
     assert summary["perplexity_merged_before_refit"] == before["perplexity_merged"]
-    assert "check   aligned/ loaded back as torch.float32: max |logit difference|" in done.stdout
-    assert "refit   perplexity of merged" in done.stdout and len(summary["refit_layers"]) == 3
+    assert len(summary["refit_layers"]) == 3
     assert all(row["output"] < row["merged"] and "attention" not in row for row in summary["refit_layers"])
     refitted, plain = weights(home / "merged"), weights(aligned_run / "merged")
     changed = [name for name in plain if not torch.equal(refitted[name], plain[name])]
@@ -191,27 +189,29 @@ def test_refit_brings_merged_nearer(aligned_run, tmp_path):
 
 
 @pytest.mark.parametrize(("asked", "expected"), [
-    (None, [0, 1, 2, 3, 4, 5, 6, 7]), (999, [0, 1, 2, 3, 4, 5, 6, 7]), (6, [0, 1, 2, 4, 5, 6]),
-    (4, [0, 2, 4, 6]), (1, [0, 4])])
+    ([], [0, 1, 2, 3, 4, 5, 6, 7]), (["--refit-sequences", "999"], [0, 1, 2, 3, 4, 5, 6, 7]),
+    (["--refit-sequences", "6"], [0, 1, 2, 4, 5, 6]), (["--refit-sequences", "1"], [0, 4])])
 def test_the_refit_reads_what_the_calibration_did_or_an_even_part_of_it(
-    aligned_run, tmp_path, monkeypatch, asked, expected
+    aligned_run, monkeypatch, asked, expected
 ):
     """At least two sequences; of texts and chats, which come one after the other, the same share."""
-    home, embed, read = copy_run(aligned_run, tmp_path / "run"), layers.Layers.embed, []
-    monkeypatch.setattr(layers.Layers, "embed", lambda self, batches, directory:
-                        read.append(torch.cat(batches)) or embed(self, batches, directory))
-    flags = ["--refit-sequences", asked] if asked else []
-    done = run("04_align.py", "--run", home, "--force", "--refit", *flags)
-    tokens = Calibration(str(home / "calibration")).tokens()[expected]
-    assert torch.equal(read[0], tokens) and torch.equal(read[1], tokens)
-    printed = f"; {len(expected)} of 8 sequences, evenly spread; {64 * len(expected)} tokens, for the refit"
-    assert printed in done.stdout
+    closed_form = ["--merge", "closed-form", "--key-context", "100", "--refit"]
+    monkeypatch.setattr(sys, "argv", ["04_align", "--run", str(aligned_run), *closed_form, *asked])
+    monkeypatch.setattr(stage4, "Refit", lambda model, **given: given)
+    args, tokens = stage4.parse(), Calibration(str(aligned_run / "calibration")).tokens()
+    inputs = stage4.read_inputs(args, f"{aligned_run}/calibration", f"{aligned_run}/groups.json")
+    read = SimpleNamespace(model=None, embed=lambda batches, directory: torch.cat(batches))
+    given = stage4.start_refit(args, read, inputs)
+    assert torch.equal(given["targets"], tokens[expected]) and torch.equal(given["inputs"], tokens[expected])
+    assert torch.equal(given["unrefitted"], inputs.tokens) and given["context"] == 100
 
 
 @pytest.mark.parametrize(("source", "fault"), [
-    ("aligned_run", "reflected"), ("bf16_run", "reflected"), ("aligned_run", "overflowing"),
-    ("aligned_run", "written otherwise"), ("bf16_run", "written otherwise"),
-])  # fmt: skip
+    ("aligned_run", "reflected"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("bf16_run", "reflected"), ("aligned_run", "overflowing"),
+        ("aligned_run", "written otherwise"), ("bf16_run", "written otherwise"))),
+])
 def test_nothing_is_written_when_the_model_changed(request, tmp_path, monkeypatch, source, fault):
     """In memory, or on its way to the disk. Queries absorb a reflected key pair; RoPE does not commute."""
     home = copy_run(request.getfixturevalue(source), tmp_path / "run")
@@ -243,7 +243,7 @@ def test_nothing_is_written_when_the_model_changed(request, tmp_path, monkeypatc
     (0.5, 0.5, 0, False), (2, 0, 0, True), (0, 2, 0, True), (2, 2, 0.5, False), (9, 0, 1, True)])
 def test_the_check_allows_rounding(monkeypatch, off, off_cached, rounding, refused, largest):
     """With and without a cache: 1e-4, a share of the largest logit, or eight times what the source rounds."""
-    stage4, tokens = importlib.import_module("04_align"), torch.zeros(2, 3, dtype=int)
+    tokens = torch.zeros(2, 3, dtype=int)
     rows, step = -torch.linspace(0.1, 1, 15).view(3, 5), max(1e-4, 1e-5 * largest)
     source = [rows, largest * rows]
     shifted = [[rows + shift * step for rows in source] for shift in (off, off_cached)]
@@ -275,6 +275,7 @@ def bf16_run(inputs, tmp_path_factory) -> Path:
     return home
 
 
+@pytest.mark.slow
 def test_a_16_bit_checkpoint_is_the_rotated_model_rounded_and_its_kl_is_recorded(bf16_run, tmp_path):
     home = copy_run(bf16_run, tmp_path / "run")
     summary = json.loads((home / "aligned" / "stage.json").read_text())["summary"]
@@ -291,44 +292,15 @@ def test_a_16_bit_checkpoint_is_the_rotated_model_rounded_and_its_kl_is_recorded
     assert torch.equal(stored["merged"][name], mean)  # the mean of what aligned/ holds
 
 
+@pytest.mark.slow
 def test_a_16_bit_checkpoint_too_far_from_the_source_is_refused(bf16_run, tmp_path, monkeypatch):
     home = copy_run(bf16_run, tmp_path / "run")
     monkeypatch.setattr("common.equivalence.mean_kl", lambda first, second: 0.011)
     message = "expected a KL of at most 0.01 from the source, found 1.10e-02"
     expect_error(message, "04_align.py", "--run", home, "--force")
-    run("04_align.py", "--run", home, "--force", "--dtype", "float32")
 
 
-def test_the_check_reads_as_much_as_asked_and_a_changed_text_is_another_input(aligned_run, inputs, tmp_path):
-    home, text = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other.txt"
-    shutil.copy(inputs["text"], text)
-    for flags in [], ["--text", text]:
-        asked = ["--sequences", 3, "--length", 20, *flags]
-        assert "; 60 tokens\n" in run("04_align.py", "--run", home, "--force", *asked).stdout
-    assert "complete, by this command" in run("04_align.py", "--run", home, *asked).stdout
-    text.write_text("Other text. " * 100)
-    expect_error("made from another other.txt", "04_align.py", "--run", home, *asked)
-
-
-def test_everything_is_computed_on_the_device_asked_for(aligned_run, tmp_path, monkeypatch):
-    """Of several names for a CPU."""
-    home, used, grams = copy_run(aligned_run, tmp_path / "run"), set(), Calibration.grams
-
-    def remembered(function, at):
-        def call(self, *arguments, **options):
-            used.add((function.__qualname__, arguments[at]))
-            function(self, *arguments, **options)
-        return call
-
-    monkeypatch.setattr("common.models.pick_device", {"cpu": "cpu:0"}.get)
-    monkeypatch.setattr(layers.Layers, "__init__", remembered(layers.Layers.__init__, 2))
-    monkeypatch.setattr(DataContext, "__init__", remembered(DataContext.__init__, 2))
-    monkeypatch.setattr(Calibration, "grams", lambda self, device, index:
-                        used.add(("grams", device)) or grams(self, device, index))
-    run("04_align.py", "--run", home, "--force", "--device", "cpu")
-    assert used == {(name, "cpu:0") for name in ("Layers.__init__", "DataContext.__init__", "grams")}
-
-
+@pytest.mark.slow
 def test_a_source_in_the_place_of_the_outputs_is_refused(aligned_run, inputs, tmp_path):
     """merged/ of another run is the model to convert: --force would replace it."""
     home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other"
@@ -340,14 +312,3 @@ def test_a_source_in_the_place_of_the_outputs_is_refused(aligned_run, inputs, tm
     expect_error("expected another directory than that of the source model", "04_align.py", "--run", home,
                  "--calibration", other / "calibration", "--groups", other / "groups.json", "--force")
     assert digests(home) == before
-
-
-@pytest.mark.parametrize(("merge", "by", "noted"), [
-    ("closed-form", "value", True), ("closed-form", "energy", False), ("mean", "value", False)])
-def test_a_note_says_which_grouping_suits_the_closed_form(aligned_run, tmp_path, merge, by, noted):
-    home = copy_run(aligned_run, tmp_path / "run")
-    record = json.loads((home / "groups.json").read_text())
-    record["summary"]["by"] = by
-    (home / "groups.json").write_text(json.dumps(record))
-    done = run("04_align.py", "--run", home, "--force", "--merge", merge, "--length", 257, fails=True)
-    assert ("works best with 03_group.py --by energy" in done.stdout) == noted
