@@ -16,7 +16,7 @@ from common.compared import read_calibration_text
 from common.data.pool import Sources, load_pool
 from common.data.sources import DataContext, begun, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
-from common.data.text import HELDOUT, TRAIN, TextSamples, in_part
+from common.data.text import HELDOUT, TRAIN, in_part
 from common.errors import UserError
 from common.metrics import TASK_SET
 from common.models import bos_prefix, load_model, load_tokenizer
@@ -97,6 +97,7 @@ def aligned(home):
     return {name: home / f"run-{name}" for name, _ in ROADS}
 
 
+@pytest.mark.slow
 def test_calibration_and_alignment_are_those_of_text_which_begins_so(aligned):
     """So is the refit, which reads what the calibration did."""
     for index in range(3):
@@ -112,15 +113,7 @@ def test_calibration_and_alignment_are_those_of_text_which_begins_so(aligned):
     assert bare == marked
 
 
-def test_other_text_of_the_equivalence_check_begins_so_too(home, aligned, tmp_path):
-    perplexities = []
-    for name, out in aligned.items():
-        copy = copy_run(out, tmp_path / name)
-        run("04_align.py", "--run", copy, "--text", home / f"{name}.jsonl", "--sequences", 2, "--force")
-        perplexities.append(read(copy / "merged" / "stage.json")["summary"]["perplexity_source"])
-    assert perplexities[0] == perplexities[1]
-
-
+@pytest.mark.slow
 def test_other_text_of_a_calibration_begins_so_too(aligned):
     for bos, out in zip((True, False), aligned.values(), strict=True):
         args = argparse.Namespace(bos=None, length=LENGTH, sequences=2, device="cpu", layerwise=False)
@@ -157,13 +150,6 @@ def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_pa
     assert tokens[None] == tokens[False]
 
 
-def test_the_digest_of_texts_sees_their_beginning(tmp_path):
-    path = str(tmp_path / "tokens.npy")
-    np.save(path, np.arange(12, dtype="<i4"))
-    beginnings = (4, []), (5, [BEGIN]), (5, [7]), (6, [BEGIN, 7])
-    assert len({TextSamples(path, length, prefix=prefix).digest for length, prefix in beginnings}) == 4
-
-
 @pytest.mark.slow
 def test_training_begins_so_and_goes_on_only_so(home, aligned, inputs, tmp_path):
     """heldout.npy begins with the token once, and stage 7 adds no second one."""
@@ -187,6 +173,7 @@ def test_training_begins_so_and_goes_on_only_so(home, aligned, inputs, tmp_path)
     assert perplexities[0] == perplexities[1]
 
 
+@pytest.mark.slow
 def test_evaluation_begins_text_and_prompts_with_it(home, inputs):
     out = home / "evaluation"
     shared = ["--model", home / "model", "--tasks", inputs["tasks"], "--limit", 2, "--only", "piqa",
@@ -242,16 +229,3 @@ def test_generated_text_begins_with_the_token_that_it_is_sampled_after(
     chats = [read_sequences("none", "generated", replace(origin, bos=bos), 3, LENGTH)[0]
              for bos in (False, begin == BEGIN)]
     assert chats[0].equal(chats[1]) and begin not in chats[0][:, 0]
-
-
-def test_a_file_continued_by_the_model_begins_with_it_too(home, inputs, tmp_path):
-    (tmp_path / "text.txt").write_text("a document to go on with " * 4)
-    source = f"generated:{tmp_path / 'text.txt'}"
-    rows = generated(source, DataContext(str(home / "model"), str(tmp_path), "cpu"), 2, 100)
-    begin = beginning(byte_tokenizer())("a document to go on with a docum")["input_ids"]
-    assert rows[0, :33].tolist() == begin and begin[0] == BEGIN
-
-
-def test_a_sequence_of_text_is_more_than_its_beginning(home, inputs, tmp_path):
-    arguments = ["--run", tmp_path, "--text", inputs["text"], "--sequences", 2, "--length", 1]
-    expect_error("--length: expected 2 to", "01_calibrate.py", "--model", home / "model", *arguments)

@@ -16,7 +16,7 @@ from common.files import sha256
 from common.layers import Layers
 from common.training import checkpoints
 from common.training.checkpoints import DIGESTS, TrainedWeights, saved_checkpoints, step_of
-from helpers import GROUPING, byte_tokenizer, calibrate_arguments, copy_run, expect_error, run, save_tiny
+from helpers import byte_tokenizer, copy_run, expect_error, run
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -49,12 +49,10 @@ def off_by(error: float):
     (TrainedWeights, "names", lambda names: names - {NAME}, [], f"expected a tensor {NAME}, found none"),
     (TrainedWeights, "names", lambda names: names | {"model.layers.9.extra"}, [],
      "found also 'model.layers.9.extra'"),
-    *((TrainedWeights, "read", nan_in(name), [], f"step-00000010: NaN or Inf in {name}")
-      for name in (NAME, "model.embed_tokens.weight", "lm_head.weight")),
+    (TrainedWeights, "read", nan_in(NAME), [], f"step-00000010: NaN or Inf in {NAME}"),
     (TrainedWeights, "read", enlarge_hidden_states, ["--dtype", "float16"],
      "found NaN or Inf in torch.float16; try --dtype float32 or bfloat16"),
     (Layers, "logits", off_by(1e-2), [], "the export, loaded back, differs from the student"),
-    (Layers, "logits", off_by(float("nan")), [], "the export, loaded back, differs from the student"),
 ])  # fmt: skip
 def test_a_student_or_an_export_with_a_fault_is_refused(
     finished_run, tmp_path, monkeypatch, owner, method, change, flags, message
@@ -65,18 +63,6 @@ def test_a_student_or_an_export_with_a_fault_is_refused(
     monkeypatch.setattr(owner, method, after(getattr(owner, method), change))
     expect_error(message, "06_export.py", "--run", home, "--force", *flags)
     assert (home / "gqa" / "stage.json").read_bytes() == before and not (home / "gqa.tmp").exists()
-
-
-def test_rounding_is_allowed_in_proportion_to_the_logits(finished_run, tmp_path, monkeypatch):
-    tolerance = importlib.import_module("06_export").LOGIT_TOLERANCE
-
-    def rounded(logits, tokens):
-        largest = max(float(rows.abs().max()) for rows in logits)
-        assert largest > 1.5  # or the proportion would not show
-        return [rows + 0.9 * tolerance * largest for rows in logits]
-
-    monkeypatch.setattr(Layers, "logits", after(Layers.logits, rounded))
-    run("06_export.py", "--run", copy_run(finished_run, tmp_path / "run"), "--force")
 
 
 def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
@@ -97,8 +83,6 @@ def test_merged_is_exported_as_it_is(finished_run, tmp_path):
     assert merged.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in merged.items())
     assert "was not trained after merging" in (home / "gqa-merged" / "README.md").read_text()
-    (home / "merged" / "config.json").write_text("{}")
-    expect_error("config.json", "06_export.py", "--run", home, "--untrained", "--force", "--name", "merged")
 
 
 @pytest.mark.parametrize("name, kv_heads", [("teacher", 8), ("aligned", 8), ("merged", 2), ("gqa", 2)])
@@ -110,14 +94,6 @@ def test_what_is_beside_the_weights_is_the_sources(finished_run, inputs, name, k
     assert written == expected | older | {"num_key_value_heads": kv_heads}
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (made / file).read_bytes() == (source / file).read_bytes()
-
-
-def test_the_record_in_an_export_has_no_path_of_this_machine(finished_run, inputs):
-    record = (finished_run / "gqa" / "stage.json").read_text()
-    assert json.loads(record)["inputs"] == {
-        name: digest(str(finished_run / name)) for name in ("train", "aligned")}
-    assert os.path.basename(inputs["model"]) in record and finished_run.name in record
-    assert os.path.dirname(inputs["model"]) not in record and str(finished_run.parent) not in record
 
 
 @pytest.mark.parametrize("name, expected", [("org/Model-7b", "org/Model-7b"), ("/home/me/Model", "Model")])
@@ -192,14 +168,3 @@ def untrained_run(finished_run, home, config, kv_heads: int):
     records["train"]["inputs"] = {"aligned": digest(str(home / "aligned"))}
     write_record(str(home / "train"), records["train"])
     return home
-
-
-def test_an_untrained_export_keeps_the_dtype_of_merged(inputs, tmp_path):
-    half = inputs | {"model": save_tiny(tmp_path / "model", dtype=torch.bfloat16)}
-    run("01_calibrate.py", "--run", tmp_path, *calibrate_arguments(half))
-    run("02_similarity.py", "--run", tmp_path)
-    run("03_group.py", "--run", tmp_path, *GROUPING)
-    run("04_align.py", "--run", tmp_path)
-    run("06_export.py", "--run", tmp_path, "--untrained")
-    for name in ("merged", "gqa"):
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").dtype is torch.bfloat16
