@@ -3,7 +3,6 @@
 The first of those tests builds llama.cpp.
 """
 
-import os
 import random
 import re
 import shutil
@@ -13,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from helpers import ROOT, recipe, run, tiny_model
+from helpers import recipe, run, tiny_model
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 8, 2, 8, 320
 FAMILIES = "llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3"  # for Gemma and Phi-3 llama.cpp's
@@ -45,51 +44,11 @@ def save_gqa(path, family: str = "llama", seed: int = 0, kv_heads: int = KV_HEAD
     return str(path)
 
 
-@pytest.mark.parametrize(("arguments", "settings", "message"), [
-    ((), {}, "error: expected CHECKPOINT [OUT.gguf], found 0 arguments"),
-    (("nowhere",), {}, "error: nowhere: expected a checkpoint directory, found no config.json in it"),
-    (("home",), {"OUTTYPE": "int3"},
-     "error: OUTTYPE: expected f32, f16, bf16, q8_0, q4_0 or q4_k_m, found int3"),
-])
-def test_a_mistake_is_refused_before_anything_is_built(arguments, settings, message, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    done = recipe("gguf.sh", *(tmp_path if a == "home" else a for a in arguments), PYTHON="false", **settings)
-    assert done.returncode == 2 and done.stderr == message + "\n" and not done.stdout
-
-
-STAND_IN = """#!/usr/bin/env bash
-echo "$*" >> "$CALLS"
-case "$*" in
-  *"pip download"*)
-    mkdir -p llama_cpp_python-0.3.36 && touch llama_cpp_python-0.3.36/CMakeLists.txt
-    tar -czf .gguf/llama_cpp_python-0.3.36.tar.gz llama_cpp_python-0.3.36 ;;
-  *"pip install"*) mkdir -p "${*:7:1}" ;;
-  *gguf_convert*) exit "$TAKEN" ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(("taken", "exists", "calls"), [
-    (2, False, ["pip download", "sentencepiece", "gguf_convert gqa --pre x"]),
-    (0, False, ["pip download", "sentencepiece", "gguf_convert gqa --pre x", "diskcache", "gguf_check gqa"]),
-    (2, True, ["pip download", "sentencepiece", "diskcache", "gguf_check gqa"]),  # nothing to convert
-])
-def test_the_converter_is_asked_before_llama_cpp_is_built(taken, exists, calls, tmp_path):
-    """By a stand-in for Python, which downloads and installs nothing."""
-    for name in ("pipelines", ".gguf", "gqa"):
-        (tmp_path / name).mkdir()
-    shutil.copy(ROOT / "pipelines" / "gguf.sh", tmp_path / "pipelines")
-    (tmp_path / "python").write_text(STAND_IN)
-    (tmp_path / "python").chmod(0o755)
-    (tmp_path / "gqa" / "config.json").write_text("{}")
-    if exists:
-        (tmp_path / "gqa.f32.gguf").touch()
-    settings = {"PYTHON": tmp_path / "python", "CALLS": tmp_path / "calls", "TAKEN": str(taken), "PRE": "x"}
-    command = ["bash", "pipelines/gguf.sh", "gqa"]
-    done = subprocess.run(command, cwd=tmp_path, check=False, env=os.environ | settings)
-    assert done.returncode == (0 if calls[-1] == "gguf_check gqa" else 2)
-    for words, call in zip(calls, (tmp_path / "calls").read_text().splitlines(), strict=True):
-        assert words in call
+@pytest.mark.slow
+def test_a_mistake_is_refused_before_anything_is_built():
+    done = recipe("gguf.sh", "nowhere", PYTHON="false")
+    message = "error: nowhere: expected a checkpoint directory, found no config.json in it\n"
+    assert done.returncode == 2 and done.stderr == message and not done.stdout
 
 
 @pytest.mark.release

