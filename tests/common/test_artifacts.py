@@ -4,9 +4,7 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,13 +131,12 @@ def test_a_directory_has_the_files_of_its_record_and_none_that_transformers_woul
         (artifact / harmless).parent.mkdir(parents=True, exist_ok=True)
         (artifact / harmless).write_text("anyone's")
     artifacts.verify_files(str(artifact), record)
-    for name in ("config.json", "weights", "step-1/shard"):
-        path, content = artifact / name, (artifact / name).read_bytes()
-        for damaged in (content[:-1], b"!" + content[1:], None):
-            path.unlink() if damaged is None else path.write_bytes(damaged)
-            with pytest.raises(UserError, match=f"{name}: .*run 06_export.py again"):
-                artifacts.verify_files(str(artifact), record)
-            path.write_bytes(content)
+    for name, damaged in (("config.json", None), ("weights", b"conten"), ("step-1/shard", b"!ontent")):
+        path = artifact / name
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{name}: .*run 06_export.py again"):
+            artifacts.verify_files(str(artifact), record)
+        path.write_text("content")
     for name in ("model.safetensors", "config.py", "step-1/other.bin"):
         (artifact / name).write_text("mine")
         with pytest.raises(UserError, match=f"expected only the files in its stage.json, found also {name};"):
@@ -218,44 +215,31 @@ def test_without_known_inputs_nothing_is_complete(args, tmp_path):
 @pytest.mark.parametrize(("make", "name"), [
     (similarity, "a.png"), (export, "gqa/.git/config"), (export, "gqa"),
 ])
-@pytest.mark.parametrize("kind", ["a file", "a link", "no record"])
-def test_what_no_record_names_is_never_replaced(args, tmp_path, make, name, kind):
-    """Neither a user's files in a directory of ours, nor files or links in the place of ours."""
+def test_what_no_record_names_is_never_replaced(args, tmp_path, make, name):
+    """Neither a user's files in a directory of ours nor a file in the place of ours."""
     foreign = tmp_path / name
-    if name == "gqa/.git/config" and kind == "no record":
-        make(args)
-        (tmp_path / "gqa" / "stage.json").write_text('{"files": {}}')
     foreign.parent.mkdir(parents=True, exist_ok=True)
-    foreign.symlink_to("nowhere") if kind == "a link" else foreign.write_text("mine")
+    foreign.write_text("mine")
     before = contents(tmp_path)
     args.force = True
-    found = "a symbolic link" if kind == "a link" else "a file"
-    with pytest.raises(UserError, match=f"what 0.* wrote, found {found} that no record of it names; move"):
+    with pytest.raises(UserError, match="what 0.* wrote, found a file that no record of it names; move"):
         make(args)
-    assert contents(tmp_path) == before and foreign.is_symlink() == (kind == "a link")
+    assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["b.png", "edited.png", "../mine", "{home}/mine", "folder/mine", "mine\x00"])
-def test_of_the_files_that_a_record_names_its_own_alone_are_removed(args, tmp_path, name):
-    """One that the new artifact lacks; but none elsewhere, with the right digest, nor one that was edited."""
-    args.run = str(tmp_path / "run")
+def test_a_file_of_an_earlier_artifact_is_removed_unless_it_was_edited(args, tmp_path):
+    """Two pictures that an earlier version of the stage drew, and the new one does not."""
     similarity(args)
-    for path in ("mine", "run/folder/mine", "run/edited.png", "run/b.png"):
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text("mine")
-    record = tmp_path / "run" / "a.json"
+    for name in ("old.png", "edited.png"):
+        (tmp_path / name).write_text("picture")
+    record = tmp_path / "a.json"
     named = json.loads(record.read_text())
-    digest = "ab" * 32 if name == "edited.png" else files.sha256(str(tmp_path / "mine"))
-    named["files"] |= {name.format(home=tmp_path): digest}
+    named["files"] |= dict.fromkeys(("old.png", "edited.png"), files.sha256(str(tmp_path / "old.png")))
     record.write_text(json.dumps(named))
+    (tmp_path / "edited.png").write_text("mine")
     args.force = True
-    try:
-        similarity(args, 3.0)
-    except UserError as error:
-        assert "move it away first" in str(error)  # of such a record no file counts as ours
-    kept = {path for path, text in contents(tmp_path).items() if text == "mine"}
-    own = {"run/b.png"} if name == "b.png" else set()
-    assert kept == {"mine", "run/folder/mine", "run/edited.png", "run/b.png"} - own
+    similarity(args, 3.0)
+    assert not (tmp_path / "old.png").exists() and (tmp_path / "edited.png").read_text() == "mine"
 
 
 def test_inputs_of_one_name_are_told_apart_and_one_that_is_gone_is_missed(args):
@@ -334,41 +318,6 @@ def test_a_stage_at_work_refuses_a_second_one_and_what_replaces_its_inputs(claim
     assert os.listdir(claims.run) == []  # a directory that was there before stays
 
 
-@pytest.mark.parametrize("make", [
-    lambda lock, mine: lock.hardlink_to(mine), lambda lock, mine: lock.symlink_to(mine),
-    lambda lock, mine: os.mkfifo(lock), lambda lock, mine: lock.write_text("mine"),
-], ids=["hard link", "symbolic link", "FIFO", "file"])
-def test_a_lock_never_leads_to_another_file(claims, tmp_path, make):
-    mine, lock = tmp_path / "mine", tmp_path / "run" / ".03_group.lock"
-    lock.parent.mkdir()
-    mine.write_text("mine")
-    make(lock, mine)
-    with pytest.raises((UserError, OSError), match="expected nothing or a lock|symbolic links"):
-        artifacts.begin_stage("03_group.py", claims)
-    assert mine.read_text() == "mine" and (lock.is_fifo() or lock.read_text() == "mine")
-
-
-def test_a_copy_of_a_run_by_hard_links_has_the_lock_of_the_original(claims, tmp_path):
-    """While that works, both share what it appends to; once it is killed, they go on apart."""
-    copied = tmp_path / "copy"
-    child = os.fork()
-    if not child:
-        artifacts.begin_stage("05_prune_train.py", claims)
-        copied.mkdir()
-        os.link(tmp_path / "run" / ".05_prune_train.lock", copied / ".05_prune_train.lock")
-        signal.pause()
-    while not (copied / ".05_prune_train.lock").exists():
-        time.sleep(0.01)
-    original, claims.run = claims.run, str(copied)
-    with pytest.raises(UserError, match=f"no 05_prune_train.py running there, found process {child} on"):
-        artifacts.begin_stage("05_prune_train.py", claims)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    artifacts.begin_stage("05_prune_train.py", claims)
-    claims.run = original
-    artifacts.begin_stage("05_prune_train.py", claims)  # both at once; a lock that is left blocks nobody
-
-
 def test_calibration_runs_in_the_dtype_asked_for(inputs, tmp_path):
     """What a pass in bfloat16 leaves are numbers of bfloat16; in float32 they are not."""
     for dtype in ("float32", "bfloat16"):
@@ -378,6 +327,7 @@ def test_calibration_runs_in_the_dtype_asked_for(inputs, tmp_path):
         assert sample.equal(sample.bfloat16().float()) == (dtype == "bfloat16")
 
 
+@pytest.mark.slow
 def test_an_export_has_the_held_out_metrics_of_its_step(finished_run, tmp_path, monkeypatch):
     """The best checkpoint is not the last: here each step has figures of its own."""
     home = copy_run(finished_run, tmp_path / "run")
