@@ -17,7 +17,7 @@ from common.head import head_of
 from common.method.rope import to_complex
 from common.models import empty_model, load_config, load_model
 from helpers import tiny_model
-from test_families import FAMILIES
+from test_families import EVERY_FAMILY, FAMILIES
 
 PLAIN = {"mistral", "qwen2, GQA", "phi3", "olmo2", "gemma, tied", "granite", "olmoe"}
 
@@ -40,7 +40,7 @@ def heads_of(model, hidden: torch.Tensor, index: int) -> tuple[torch.Tensor, tor
     return before.reshape(hidden.shape[1], -1, after.shape[-1]).transpose(0, 1), after
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY_FAMILY)
 @pytest.mark.parametrize("index", [0, 1])
 @torch.no_grad()
 def test_keys_are_turned_in_the_pairs_and_by_the_angles_that_were_found(name, index):
@@ -101,7 +101,7 @@ def test_a_rotation_may_put_channels_in_another_order():
             proof.pairs_of(scaled, scaled)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_classes_that_differ_are_convertible(name):
     assert proof.require_convertible("DIR", tiny_model(**FAMILIES[name]).config).endswith("ForCausalLM")
 
