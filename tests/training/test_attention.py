@@ -67,8 +67,8 @@ def test_one_kernel_for_all_samples_is_the_familys_own_attention(name, formula_a
     row = build_row(samples, 5)
     assert max(row.lengths) > 12  # longer than the window
     alone = [build_row([sample], 5) for sample in samples]
-    for attention, rows in (("packed", [row]), ("eager", alone)):
-        trainee = Trainee(tiny_model(attn_implementation=attention, **FAMILIES[name]))
+    for kind, rows in (("packed", [row]), ("eager", alone)):
+        trainee = Trainee(tiny_model(attn_implementation=kind, **FAMILIES[name]))
         hidden = torch.cat([trainee(part) for part in rows])
         (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
         gradients = [parameter.grad for parameter in trainee.parameters() if parameter.grad is not None]
