@@ -113,8 +113,9 @@ def state(path) -> dict:
     return load_model(str(path)).state_dict()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("model_type", "tied"), [
+    ("llama", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("llama", True), ("mistral", False), ("qwen2", False), ("qwen3", True)))])
 def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path):
     sizes = SIZES | ({"head_dim": 128} if model_type == "qwen3" else {})  # which its metadata does not state
     model = tiny_model(model_type=model_type, num_key_value_heads=4, tie_word_embeddings=tied, **sizes)
@@ -129,6 +130,7 @@ def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path
     assert config["dtype"] == "float32" and "_model_name_or_path" not in config
 
 
+@pytest.mark.slow
 def test_q8_0_values_are_scale_times_integer(tmp_path):
     model = tiny_model(**SIZES)
     actual = state(converted(tmp_path, model, Type.Q8_0))
@@ -139,6 +141,7 @@ def test_q8_0_values_are_scale_times_integer(tmp_path):
     assert torch.equal(actual[name].reshape(-1, 32), integers * scale.half().float())
 
 
+@pytest.mark.slow
 def test_stage_1_reads_a_file_as_it_reads_the_checkpoint(inputs, tmp_path):
     model = tiny_model(num_key_value_heads=4)
     plain = save_tiny(tmp_path / "plain", num_key_value_heads=4)
@@ -158,6 +161,7 @@ def test_stage_1_reads_a_file_as_it_reads_the_checkpoint(inputs, tmp_path):
     assert load_model(str(tmp_path / "b" / "merged")).config.num_key_value_heads == 1
 
 
+@pytest.mark.slow
 def test_tokenizer_chat_template_and_special_tokens_come_over(tmp_path):
     license = {"license": "other", "license_name": "mine", "license_link": "https://example.org/mine"}
     metadata = {f"general.{name.replace('_', '.')}": value for name, value in license.items()}
@@ -177,6 +181,7 @@ def test_tokenizer_chat_template_and_special_tokens_come_over(tmp_path):
     assert ModelCard.load(tmp_path / "source" / "README.md").data.to_dict() == license
 
 
+@pytest.mark.slow
 def test_head_count_kv_may_be_missing(tmp_path):
     """Llama 1 files lack it. transformers then leaves the rows of W_Q and W_K in llama.cpp's order."""
     model = tiny_model(**SIZES)
@@ -184,6 +189,7 @@ def test_head_count_kv_may_be_missing(tmp_path):
     assert all(torch.equal(actual[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_file_is_dequantized_once(inputs, tmp_path):
     home, file = tmp_path / "run", write_gguf(tmp_path / "a.gguf", tiny_model())
     arguments = ["--run", home, "--model", file, "--text", inputs["text"], "--sequences", 2, "--length", 64]
@@ -202,17 +208,6 @@ def test_a_file_is_dequantized_once(inputs, tmp_path):
     assert torch.equal(state(home / "source")["model.norm.weight"], tiny_model(seed=1).model.norm.weight)
 
 
-@pytest.mark.parametrize("damage", ["model.safetensors", "gguf.json"])
-def test_a_changed_source_is_not_reused(damage, tmp_path):
-    source, file = pathlib.Path(converted(tmp_path, tiny_model())), str(tmp_path / "a.gguf")
-    path = source / damage
-    path.write_bytes(b"?" + path.read_bytes()[1:])
-    with pytest.raises(UserError, match="already exists; pass --force"):
-        gguf_files.dequantize(file, str(source), force=False)
-    gguf_files.dequantize(file, str(source), force=True)
-    assert (source / "gguf.json").read_bytes()[:1] == b"{" and load_model(str(source))
-
-
 def refused(file, message: str) -> None:
     source = pathlib.Path(file).parent / "source"
     with pytest.raises(UserError, match=re.escape(message)) as error:
@@ -220,7 +215,8 @@ def refused(file, message: str) -> None:
     assert str(file) in str(error.value) and "\n" not in str(error.value) and not source.exists()
 
 
-@pytest.mark.parametrize("keep", [0, 100, 5000, -1])
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [0, 5000, -1])
 def test_damaged_files_are_refused(keep, tmp_path):
     file = tmp_path / "a.gguf"
     write_gguf(file, tiny_model())
@@ -230,6 +226,7 @@ def test_damaged_files_are_refused(keep, tmp_path):
     refused(file, "expected a GGUF file, found none")
 
 
+@pytest.mark.slow
 def test_an_array_longer_than_the_file_is_not_read(tmp_path):
     """gguf itself reads such arrays element by element, into memory, whatever their length."""
     file, key = tmp_path / "a.gguf", b"general.numbers"
@@ -238,9 +235,9 @@ def test_an_array_longer_than_the_file_is_not_read(tmp_path):
     refused(file, f"none that can be read: it ends before byte {file.stat().st_size + 1}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "message"), [
     ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "found llama.rope.scaling.type yarn"),
-    ({"metadata": {"llama.rope.scaling.factor": 4.0}}, "found llama.rope.scaling.factor 4.0"),
     ({"tensors": {"rope_freqs.weight": np.ones(4, np.float32)}},  # Llama 3.1
      "expected only the tensors of its config, found also 'rope_freqs.weight'"),
     ({"tensors": {"blk.2.ffn_up.weight": None}},
@@ -251,11 +248,9 @@ def test_an_array_longer_than_the_file_is_not_read(tmp_path):
      "expected only metadata that a checkpoint takes over, found llama.expert_count 8"),
     ({"metadata": {"split.count": 2}}, "expected a whole model, found one of 2 files"),
     ({"metadata": {PRE: "deepseek-llm"}}, "expected tokenizer.ggml.pre in ['default', "),
-    ({"metadata": {"llama.block_count": 9999}}, "expected a tensor blk.9998.attn_norm.weight, found none"),
     ({"metadata": {"llama.attention.head_count": 0}}, "transformers' AutoConfig cannot read it: "),
     ({"model": {"model_type": "qwen2", "hidden_size": 64}, "metadata": {"qwen2.rope.dimension_count": 4}},
      "found qwen2.rope.dimension_count 4"),
-    ({"model": {"num_key_value_heads": 1}}, "it has 1 key/value head: nothing to merge"),
     ({"model": {"model_type": "gemma"}},
      "expected general.architecture in ['llama', 'qwen2', 'qwen3'], found 'gemma'"),
 ])
@@ -264,6 +259,7 @@ def test_what_the_checkpoint_would_lose_is_refused(options, message, tmp_path):
     refused(write_gguf(tmp_path / "a.gguf", model, **options), message)
 
 
+@pytest.mark.slow
 def test_the_packages_that_read_it_may_be_missing(tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "a.gguf", tiny_model())
     monkeypatch.setitem(sys.modules, "gguf", None)
