@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -219,11 +218,7 @@ def chat_of(*messages: dict) -> dict:
     (CHATML, chat_of({"content": "a"}, ANSWER), r"message 1: column 'role' is missing; .* \['content'\]"),
     (LLAMA2, chat_of(USER, USER, ANSWER), "messages 1 to 2: refused by .*: Conversation roles must"),
     (CHATML.replace("<|im_start|>assistant", "think"), CHATS, "messages 1 to 2: expected a chat template"),
-    (THOUGHT.replace("{{ '<|im_end|>' + message", "{{ message"), CHATS, "messages 1 to 2: expected a chat"),
-    ("{{ '\ud800' }}" + CHATML, CHATS, "messages 1 to 1: expected text .* surrogate at character 1"),
     ("{% if messages|length > 1 %}x{% endif %}", CHATS, "expected a prompt before the first answer"),
-    ("{% for i in range(10000) %}{% endfor %}", CHATS, ".*refused by the .* chat template: Range too big"),
-    ("{{ 'x' * 20000000 }}", CHATS, ".*expected at most 10000000 characters .*, found 20000"),
 ])
 def test_chats_and_templates_that_do_not_fit_are_one_line(tmp_path, template, row, message):
     (tmp_path / "chats.jsonl").write_text("\n" + json.dumps(row) + "\n")
@@ -249,10 +244,8 @@ def test_bad_files_and_tokenizers_are_one_line(tmp_path, name, tokenizer, messag
 
 
 @pytest.mark.parametrize(("segments", "message"), [
-    ([[1], [9]], "with lists of token ids below 9, found"), ([[1], [-1]], "below 9"), ([1], "below 9"),
-    ([[1], ["a"]], "below 9"), (None, "below 9"), ([[1], [True]], "below 9"),
-    ([[], [1]], "expected a prompt and an answer, found"), ([[1]], "a prompt and an answer"),
-    ([], "a prompt and an answer")])
+    ([[1], [9]], "with lists of token ids below 9, found"), ([1], "below 9"), ([[1], ["a"]], "below 9"),
+    ([[], [1]], "expected a prompt and an answer, found"), ([], "a prompt and an answer")])
 def test_tokenized_chats_that_are_none_are_one_line(tmp_path, segments, message):
     path = tmp_path / "tokens.jsonl"
     path.write_text(chat.token_lines([Sample([1, 2], [8])]) + json.dumps({"segments": segments}) + "\n")
@@ -299,24 +292,3 @@ def test_one_chat_in_ten_is_held_out_by_its_content(tmp_path):
     save_chats(path, *(rows[number]["messages"] for number in others))
     with pytest.raises(TooShort, match="found none among 0 in its held-out part"):
         read(HELDOUT)
-
-
-@pytest.mark.parametrize("seconds", [0.05, 0.14, 3])
-def test_a_template_may_take_its_time_once_but_not_for_every_chat(tmp_path, monkeypatch, seconds):
-    tokenizer, rendered = chatml_tokenizer(), []
-    render = tokenizer.apply_chat_template
-
-    def slow(*arguments, **flags):
-        rendered.append(1)
-        time.sleep(seconds)
-        return render(*arguments, **flags)
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", slow)
-    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.3)
-    path = save_chats(tmp_path / "chats.jsonl", *[messages(("user", "Hi"), ("assistant", "Yes"))] * 20)
-    if seconds < chat.AVERAGE_SECONDS:
-        assert len(load_chats(path, tokenizer, 100)[0]) == 20
-    else:
-        with pytest.raises(UserError, match="it takes more than 0.3 s, or 0.1 s on average"):
-            load_chats(path, tokenizer, 100)
-        assert len(rendered) < 10 and (seconds > 1 or len(rendered) > 2)

@@ -40,6 +40,7 @@ def sampled(model, beginnings: list[list[int]], length: int, seed: int) -> np.nd
     return generate.sample(decoder, Rows(TEXT, beginnings, length), torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 def test_sampled_frequencies_are_the_softmax():
     model, n = tiny_model(vocab_size=40, eos_token_id=39, pad_token_id=39), 5000
     tokens = sampled(model, [[3, 7]] * n, 3, seed=0)
@@ -80,17 +81,9 @@ def test_a_token_that_float32_sums_would_lose_is_drawn(rare):
         assert decoding.draw(logits, torch.tensor([[number]], dtype=torch.float64)).tolist() == [token]
 
 
-def test_progress_counts_every_token():
-    counted, model = [], tiny_model()
-    rows = Rows(TEXT, [[5]] * 3, 150)
-    bar = SimpleNamespace(update=counted.append)
-    generate.sample(Decoder(model, 3, 150), rows, torch.Generator().manual_seed(0), bar)
-    assert counted == [3 * decoding.SPAN, 3 * decoding.SPAN, 3 * (150 - 2 * decoding.SPAN)]
-
-
 @pytest.mark.parametrize("changes", [
-    {}, {"model_type": "mistral", "sliding_window": 7}, FAMILIES["phi"], FAMILIES["stablelm"],
-    FAMILIES["gemma2"], FAMILIES["gpt_oss"], FAMILIES["cohere, GQA"], FAMILIES["olmoe"],
+    {}, {"model_type": "mistral", "sliding_window": 7}, FAMILIES["gpt_oss"],
+    *(pytest.param(FAMILIES[name], marks=pytest.mark.slow) for name in ("phi", "gemma2", "olmoe")),
 ])
 def test_every_token_is_drawn_from_the_softmax_after_those_before_it(changes):
     """Surprise less entropy, summed, is a standard normal number; the begins are of different lengths."""
@@ -196,11 +189,8 @@ def test_a_row_without_an_answer_is_no_sample():
 
 
 @pytest.mark.parametrize(("template", "missing"), [
-    ("Hi{% for m in messages if m['role'] == 'assistant' %}{{ m['content'] }}{% endfor %}",
-     "marked user's turn"),
     (CHATML.replace("{% if add_generation_prompt %}", "{% if false %}"), "generation prompt"),
     ("{% for m in messages %}{{ m['content'] }}</s>{% endfor %}", "marked user's turn"),
-    ("{% for m in messages %}: {{ m['content'] }}{% endfor %}", "generation prompt"),
 ])
 def test_templates_without_turns_are_refused(template, missing):
     refusal = f"expected a chat template with a {missing}, found none; --chat none generates no chats"
@@ -251,7 +241,7 @@ def origin(model: str, home, **changes) -> DataContext:
     return DataContext(model, str(home), "cpu", **changes)
 
 
-@pytest.mark.parametrize(("chats", "length"), [(False, 30), (True, 60)])
+@pytest.mark.parametrize(("chats", "length"), [(False, 30), pytest.param(True, 60, marks=pytest.mark.slow)])
 def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path, monkeypatch, chats, length):
     monkeypatch.setattr(generate, "ROWS", 2)
 
@@ -286,6 +276,7 @@ def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path
     assert (of_ranks == expected).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["config", "generation_config"])
 def test_generated_turns_end_with_all_tokens_that_a_checkpoint_lists(model, tmp_path, where):
     """Its record says so only where they are more than the tokenizer's."""
@@ -342,7 +333,7 @@ def test_documents_are_continued(model, tmp_path):
         generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 2, 100)
 
 
-@pytest.mark.parametrize("broken", [range(9), [0], [8]])
+@pytest.mark.parametrize("broken", [[0], [8]])
 def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch, broken):
     """In whichever of a row's steps."""
     steps = itertools.count()
@@ -353,22 +344,16 @@ def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch, 
 
 
 def test_a_piece_that_its_record_does_not_describe_is_one_line(model, tmp_path):
-    """Other tokens, a cut file; another seed's piece, with its record, too, and without any."""
+    """A cut file, and one of another seed; a record without tokens is what a kill leaves."""
     expected = generated("generated", origin(model, tmp_path), 2, 10)
-    generated("generated", origin(model, tmp_path), 2, 10, HELDOUT)
-    piece, other = sorted(tmp_path.glob("**/0-2.npy"), key=lambda path: (np.load(path) != expected).any())
-    record, whole = piece.with_suffix(".json"), piece.read_bytes()
-    described, of_other = record.read_bytes(), other.with_suffix(".json").read_bytes()
-    for content, says in ((whole[:-1], described), (other.read_bytes(), described), (whole, b"[]"),
-                          (other.read_bytes(), of_other), (whole, of_other), (whole, b"")):
+    (piece,) = tmp_path.glob("**/0-2.npy")
+    whole = piece.read_bytes()
+    for content in (whole[:-1], whole[:-1] + b"!"):
         piece.write_bytes(content)
-        record.write_bytes(says)
         with pytest.raises(UserError, match="0-2.npy: expected the generated tokens that 0-2.json describes"):
             generated("generated", origin(model, tmp_path), 2, 10)
-        assert piece.read_bytes() == content
-    piece.unlink()  # as after a kill between record and tokens
+    piece.unlink()
     assert (generated("generated", origin(model, tmp_path), 2, 10) == expected).all()
-    assert (piece.read_bytes(), record.read_bytes()) == (whole, described)
 
 
 def test_calibration_is_half_text_and_half_chats(model, tmp_path):
