@@ -88,7 +88,8 @@ def whole(text: str, tokenizer) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", [
+    "byte-level BPE", *(pytest.param(name, marks=pytest.mark.slow) for name in [*TOKENIZERS][1:])])
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_pieces_have_the_tokens_of_the_whole_text(small, name, seed, monkeypatch):
     entire, tokenizer, sizes = unicode_text(seed, 40_000), tokenizer_of(name), []
@@ -99,6 +100,7 @@ def test_pieces_have_the_tokens_of_the_whole_text(small, name, seed, monkeypatch
     assert sorted(sizes)[len(sizes) // 2] == 2600  # a piece and what it shares with the one before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("middle", [
     " " * 9000, "\n" * 9000, "\n" + " " * 8999 + "\n", "1234" * 2000, "a" * 9000])
