@@ -238,15 +238,13 @@ def test_the_shared_keys_have_the_phase_and_energy_of_the_mean():
     assert (cross.real > 0).all()
 
 
-@pytest.mark.parametrize("fault", ["keys", "queries", "equal", "few"])
+@pytest.mark.parametrize("fault", ["keys", "queries", "equal"])
 def test_degenerate_keys_and_queries_stay_finite(monkeypatch, fault):
-    """Dead keys, dead queries, equal heads, fewer tokens than coordinates: no loss above the start's."""
+    """Dead keys, dead queries, equal heads: no loss above the start's."""
     monkeypatch.undo()
     sampled = Sampled()
     if fault == "equal":
         sampled.keys = sampled.keys[:, :, :1].expand_as(sampled.keys)
-    elif fault == "few":
-        sampled.keys[5:] = sampled.keys[:1]
     else:
         dead = getattr(sampled, fault)
         dead[:, 0] = 0
@@ -258,10 +256,6 @@ def test_degenerate_keys_and_queries_stay_finite(monkeypatch, fault):
     loss, size = fit.loss(encode, decode), (fit.query * fit.variance).sum((1, 2, 3))
     assert (loss <= fit.loss(*key_merge.start_by_pairs(fit)) + 1e-9 * size).all()
     assert fault != "equal" or (loss <= 1e-8 * size).all()
-    if fault == "keys":  # almost dead ones, in groups with others, are merged as well
-        sampled.keys[:, 1, 1] += 1e-8 * normal(TOKENS, SIZE, seed=6)
-        almost = sampled.fit()
-        torch.testing.assert_close(almost.loss(*merge_rope_keys(almost))[1], loss[1], rtol=1e-3, atol=0)
 
 
 def test_pairs_start_from_the_head_whose_queries_are_large():

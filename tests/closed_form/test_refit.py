@@ -143,7 +143,7 @@ def test_a_sequence_is_read_with_two_gaps():
     assert 100 < ends.count(2) < 150  # of 500, a quarter: cuts are within the text, and two gaps of two are 0
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 15, 16, 20, 24, 64, 66])
+@pytest.mark.parametrize("count", [1, 4, 15, 16, 66])
 def test_half_of_what_fits_and_half_of_what_judges_has_gaps(count):
     """But for one that is alone, as the judge of fewer than sixteen: it is read as it is."""
     gapped = Refit(None, [normal(1, 9, 6)] * count, [], context=36)
@@ -176,12 +176,12 @@ def refit_attention(model, merged, tokens) -> list[dict]:
     return run.metrics
 
 
-FAMILIES = [{"bias": True}, {"model_type": "mistral", "sliding_window": 16}, {"model_type": "qwen2"},
-            {"model_type": "qwen3"}]
+FAMILIES = [{"bias": True}, {"model_type": "mistral", "sliding_window": 16}, {"model_type": "qwen3"}]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", FAMILIES)
+@pytest.mark.parametrize("options", [
+    FAMILIES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES[1:])])
 def test_attention_refit_goes_further_and_changes_only_the_projections(options):
     """The error falls; norms outside of attention, MLP and o_proj's bias do not change."""
     model = tiny_model(num_hidden_layers=1, **options)
