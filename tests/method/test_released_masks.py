@@ -47,9 +47,9 @@ def test_their_adam():
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.95), 1e-11, 0)
 
 
-@pytest.mark.parametrize("goal", [1.0, 0.75, 0.3, 0.0])
-@pytest.mark.parametrize("size", [0.05, 0.5, 0.98])
-@pytest.mark.parametrize("center", [-5.0, 0.0, 2.0, 5.0])
+@pytest.mark.parametrize("goal", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize("size", [0.05, 0.98])
+@pytest.mark.parametrize("center", [-5.0, 0.0, 5.0])
 def test_masks_are_pulled_as_released(goal, size, center):
     log_alpha = center + torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
     before = log_alpha.clone()
