@@ -46,7 +46,8 @@ def saved(request, group_of_one, tmp_path):
     return job, str(directory / "step-00000001")
 
 
-@pytest.mark.parametrize("saved", [{}, {"tie_word_embeddings": True}], indirect=True, ids=["llama", "tied"])
+@pytest.mark.parametrize("saved", [
+    {}, pytest.param({"tie_word_embeddings": True}, marks=pytest.mark.slow)], indirect=True)
 def test_a_checkpoint_gives_back_weights_replicated_parameters_optimizer_and_step(saved, tmp_path):
     """A layer is a file, and its tensors are what safetensors reads."""
     job, path = saved
@@ -124,19 +125,12 @@ def test_what_others_put_into_a_checkpoint_outlives_it(saved):
     for job.step in (2, 3):
         checkpoints.save(job)
     assert Path(job.directory, "step-00000001.old-2", "notes.txt").read_text() == "mine, too"
-    for name in ("heldout.npy", "tensorboard/mine.txt", "tensorboard/events.out.tfevents.1.host.2.3"):
-        Path(job.directory, name).parent.mkdir(exist_ok=True)
-        Path(job.directory, name).write_text("content")
-    checkpoints.remove_training(job.directory)
-    left = {path.relative_to(job.directory) for path in Path(job.directory).rglob("*") if path.is_file()}
-    assert set(map(str, left)) == {"heldout.npy", "tensorboard/mine.txt", "step-00000001.old-1/notes.txt",
-                                   "step-00000001.old-2/notes.txt"}
 
 
 def test_ranks_share_the_files_that_they_check(saved):
     """Each damaged file is one rank's to find."""
     _, path = saved
-    for file in (checkpoints.ORIGIN, *checkpoints.read_json(os.path.join(path, checkpoints.DIGESTS))):
+    for file in checkpoints.read_json(os.path.join(path, checkpoints.DIGESTS)):
         content = Path(path, file).read_bytes()
         Path(path, file).write_bytes(content + b" ")
         faults = [fault for rank in range(2) if (fault := checkpoints.damage(path, rank, world=2))]
@@ -144,8 +138,7 @@ def test_ranks_share_the_files_that_they_check(saved):
         Path(path, file).write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["origin.json", "shard-*-00002-*"])
-@pytest.mark.parametrize("fault", [flip, Path.unlink])
+@pytest.mark.parametrize(("name", "fault"), [("origin.json", Path.unlink), ("shard-*-00002-*", flip)])
 def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault, capsys):
     job, path = saved
     job.step = 2
@@ -169,10 +162,7 @@ def write_metrics(directory: Path, lines: list[dict]) -> None:
 @pytest.mark.parametrize(("name", "text", "fault"), [
     ("settings.json", '{"lr": 2.0}', "its settings is not"),
     ("metrics.jsonl", '{"step": 1}\n{"step": 2, "loss": 0.5}\n', "its metrics is not"),
-    ("step-00000002/origin.json", "[]", "sha256.json or origin.json is missing"),
-    ("step-00000002/sha256.json", "[", "sha256.json or origin.json is missing"),
-    ("step-00000002/more.safetensors", "", "more.safetensors is not in its sha256.json"),  # it would be read
-])  # fmt: skip
+])
 def test_a_checkpoint_belongs_to_its_step_its_settings_and_its_metrics(saved, name, text, fault):
     job, _ = saved
     home = Path(job.directory)
@@ -190,9 +180,8 @@ def test_a_checkpoint_belongs_to_its_step_its_settings_and_its_metrics(saved, na
     assert checkpoints.damage(last).startswith(fault)
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_damaged_settings_are_refused(group_of_one, tmp_path, text):
-    (tmp_path / "settings.json").write_text(text)
+def test_damaged_settings_are_refused(group_of_one, tmp_path):
+    (tmp_path / "settings.json").write_text("{")
     with pytest.raises(UserError, match="settings.json: .*; --force starts over"):
         checkpoints.begin(str(tmp_path), {"lr": 1.0}, group_of_one)
 

@@ -14,12 +14,14 @@ from helpers import copy_run, run
     (["--refit"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
     (["--merge", "closed-form"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
 ])
+@pytest.mark.slow
 def test_masks_move_what_merging_has_changed(aligned_run, tmp_path, flags, blended):
     home = copy_run(aligned_run, tmp_path / "run")
     run("04_align.py", "--run", home, "--force", *flags)
     assert {*read_conversion(str(home), Ranks(0, 1, torch.device("cpu"))).blended} == blended
 
 
+@pytest.mark.slow
 def test_a_student_that_goes_on_is_an_export_as_it_was_written(aligned_run, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
     run("06_export.py", "--run", home, "--untrained")

@@ -23,6 +23,7 @@ def phases(config, *students) -> list[tuple]:
     return [("", Workload(config, [1], [1], 1, False), student, None) for student in students]
 
 
+@pytest.mark.slow
 def test_disk_is_that_of_a_run(finished_run, inputs):
     expected = disk.disk_bytes(phases(load_config(inputs["model"]), None, Student(2)), 2, True, False)
     assert expected.pop("total") == sum(expected.values())

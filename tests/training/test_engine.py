@@ -177,7 +177,8 @@ class Operations(TorchDispatchMode):
         return super().__enter__()
 
 
-@pytest.mark.parametrize("make_student", [half_masked_student, gqa_student])
+@pytest.mark.parametrize("make_student", [
+    half_masked_student, pytest.param(gqa_student, marks=pytest.mark.slow)])
 def test_the_host_reads_no_number_before_a_step_is_queued(group_of_one, tmp_path, make_student):
     """On a GPU, float() of a tensor waits for all work before it: none until the gradients are complete."""
     student = make_student(group_of_one, tmp_path)
@@ -261,18 +262,10 @@ def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):
     assert metrics.read_metrics(str(path)) == [{"step": 1}, {"step": 2}]
 
 
-def test_tensorboard_that_cannot_be_written_costs_a_line(job, capsys):
-    Path(job.directory, "tensorboard").write_text("a file")
-    assert train_squares(job, schedule_of(2))
-    assert "skipped tensorboard/: cannot be written" in capsys.readouterr().out
-    assert len(saved_checkpoints(job.directory)) == 1
-
-
-@pytest.mark.parametrize("line", ["{", '{"step": "1"}'])
-def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
+def test_a_damaged_line_of_metrics_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n' + line + "\n")
-    with pytest.raises(UserError, match=r"metrics.jsonl line 2: (not JSON|expected .*, found)"):
+    path.write_text('{"step": 1}\n{\n')
+    with pytest.raises(UserError, match="metrics.jsonl line 2: not JSON"):
         metrics.read_metrics(str(path))
 
 

@@ -27,8 +27,7 @@ def test_a_device_by_its_own_numbers():
     assert hardware.on_gpus("8x400:64:200:25", None)
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "inf", "nan", "", "A100", "1e7"])
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(("place", "number"), [(0, "0"), (1, "nan"), (2, "A100"), (3, "1e7")])
 def test_numbers_that_no_device_has(number, place):
     numbers = ["400", "64", "200", "25"]
     numbers[place] = number

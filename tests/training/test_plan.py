@@ -1,6 +1,5 @@
 """The plan against torch's operation counter, the tensors autograd saves, and the weights."""
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -31,8 +30,8 @@ ATTENTION = 2 * 4096**2 + 2 * 4096 * 1024  # its weights in a layer with 8 kv he
 
 
 @pytest.mark.parametrize("kv_heads, train, family", [
-    (8, "all", "llama"), (2, "all", "llama"), (2, "attention", "llama"), (8, "all", "olmoe"),
-    (4, "all", "qwen2_moe, GQA"), (8, "all", "phi"),
+    (2, "all", "llama"), (2, "attention", "llama"), (8, "all", "olmoe"),
+    pytest.param(8, "all", "phi", marks=pytest.mark.slow),
 ])
 def test_operations_are_those_torch_counts(kv_heads, train, family):
     """Of eager attention, which forms every pair, to an input with a gradient, as in all layers but one. Of
@@ -129,7 +128,7 @@ def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bo
 
 
 @pytest.mark.parametrize("dtype, blended, recompute", [
-    *itertools.product((torch.float32, torch.bfloat16), ((), masks.KEY_VALUE, masks.WHOLE_HEAD), [False]),
+    (torch.bfloat16, masks.KEY_VALUE, False), (torch.float32, masks.WHOLE_HEAD, False),
     (torch.float32, (), True),
 ])
 def test_activations_are_those_autograd_keeps(dtype, blended, recompute):
@@ -221,9 +220,7 @@ def test_rows_of_the_busiest_step():
 
 
 @pytest.mark.parametrize("plan, memory, expected", [
-    ("8xA100-80GB", None, False), ("8xRTX4090-24GB", None, True), ("4xA100-80GB", None, True),
-    (None, 80, False), (None, 24, True),
-])  # fmt: skip
+    ("8xA100-80GB", None, False), ("4xA100-80GB", None, True), (None, 24, True)])
 def test_layers_are_recomputed_where_activations_do_not_fit(monkeypatch, plan, memory, expected):
     """LLaMA2-7B on texts of 512 tokens, on eight GPUs where there is no plan; stage 5 then recomputes."""
     monkeypatch.setattr(torch.cuda, "get_device_properties",
@@ -291,26 +288,14 @@ def test_memory_of_whole_weights_on_one_rank_a_node():
     """Alone it shards nothing: copies of what is stored otherwise than computed, and no reductions. One of
     several nodes gathers and reduces.
     """
-    work, student = replace(workload([100], [4]), whole=True), budget.Student(8, (), "attention")
-    size, trained = budget.size(LLAMA2_7B), 32 * ATTENTION
+    work, size = replace(workload([100], [4]), whole=True), budget.size(LLAMA2_7B)
     alone, one_of_two = (budget.memory(work, None, 1, 100, alone=alone) for alone in (None, False))
     assert alone["parameters"] == 6 * size.whole and alone["gradients"] == 4 * size.whole
     assert one_of_two["parameters"] == 4 * size.whole and one_of_two["gradients"] == 10 * size.whole
-    teachers = [budget.memory(work, budget.Student(8), 1, 100, alone=each)["teacher"]
-                for each in (None, False)]
-    assert teachers == [2 * size.whole, 4 * size.whole]
-    half = LlamaConfig(**LLAMA2_7B.to_dict() | {"dtype": "bfloat16"})
-    frozen = budget.size(half, student).whole - trained
-    for compute, parameters in ((2, 6 * trained + 2 * frozen), (4, 4 * trained + 6 * frozen)):
-        need = budget.memory(replace(work, config=half, compute=compute), student, 1, 100)
-        assert need["parameters"] == parameters
-    assert budget.peak_memory(work, None, batches(64), budget.parse_hardware("2x1xA100-80GB"))[0][
-        "gradients"] > 8 * size.whole
 
 
 @pytest.mark.parametrize("moment, vocabulary, row, recompute", [
-    ("logits", 128256, 4096, False), ("last layer", 32000, 32768, False), ("last layer", 32000, 32768, True),
-    ("first layer", 32000, 4096, True),
+    ("logits", 128256, 4096, False), ("last layer", 32000, 32768, True), ("first layer", 32000, 4096, True),
 ])
 def test_the_fullest_moment_of_a_step(moment, vocabulary, row, recompute):
     """The last logits, or the backward pass of the last or the first layer, on eight ranks."""

@@ -86,8 +86,9 @@ def test_gradients_in_bfloat16_are_summed_in_float32(group_of_one, tmp_path):
     assert torch.equal(both, first + second) and not torch.equal(both, both.bfloat16().float())
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmo2"])
+@pytest.mark.parametrize(("model_type", "recompute"), [
+    ("llama", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("qwen3", False), ("olmo2", False)))])
 def test_a_process_by_itself_computes_what_fsdp_does(group_of_one, tmp_path, model_type, recompute):
     """In bfloat16, over two rows, with masks on all that merging changes, norms too: the same bits."""
     source = save_tiny(tmp_path / "model", model_type=model_type, tie_word_embeddings=True)

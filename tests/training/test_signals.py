@@ -1,14 +1,12 @@
-"""What asks a training to stop: signals, also those that get lost, and output that is closed."""
+"""What asks a training to stop: signals, also those that get lost."""
 
 import signal
-import sys
 
 import pytest
-import torch
 
 from common.training import sharding
 from common.training.engine import signals_noted
-from common.training.sharding import Ranks, joined_ranks
+from common.training.sharding import joined_ranks
 
 
 @pytest.fixture
@@ -19,16 +17,6 @@ def ranks(monkeypatch):
         yield ranks
     signal.signal(signal.SIGHUP, before)
     sharding.pending_signals.clear()
-
-
-class Full:
-    """Output whose reader has left, or whose disk is full."""
-
-    def write(self, text):
-        raise BrokenPipeError
-
-    def flush(self):
-        raise BrokenPipeError
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
@@ -54,27 +42,6 @@ def test_a_signal_that_a_garbage_collection_loses_stops_the_next_step(ranks):
 
     Finalized()
     assert sharding.pending_signals == [signal.SIGTERM]
-
-
-def test_output_that_is_closed_is_a_terminal_that_hangs_up(ranks, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Full())
-    with signals_noted():
-        Ranks(1, 2, torch.device("cpu")).say("of another rank")
-        assert not sharding.pending_signals
-        ranks.say("step 1")
-        assert sharding.pending_signals == [signal.SIGHUP]
-        sharding.pending_signals.clear()
-
-
-def test_under_nohup_nobody_listens_and_training_goes_on(monkeypatch):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with joined_ranks() as ranks, signals_noted():
-            monkeypatch.setattr(sys, "stdout", Full())
-            ranks.say("step 1")
-            assert not sharding.pending_signals
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_while_memory_is_freed_interrupts_after_that(ranks, monkeypatch):
