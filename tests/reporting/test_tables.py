@@ -5,13 +5,10 @@ import pytest
 
 from common.reporting.card import write_scores
 from common.reporting.tables import (
-    answers_section,
     caches_section,
     caption,
-    markdown_table,
     results_table,
     summary_line,
-    without_speeds,
 )
 
 NAMES = ("exact_match", "exact_match_stderr", "likelihood", "likelihood_stderr")
@@ -27,20 +24,8 @@ def figures(**changes) -> dict:
             "macro_chance": 0.5, "micro_chance": 0.4} | averages | changes
 
 
-def note_of(reference: dict, source: str = "demo", limit=None, seed=None, bos: bool = False) -> str:
-    return caption(reference, source, limit, seed, "cpu", bos=bos)
-
-
 def cells(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-
-
-@pytest.mark.parametrize(("align", "lines"), [
-    ("", ["|         | loss |", "|---------|------|", "| teacher | 1.25 |", "| gqa     | 10   |"]),
-    ("<>", ["|         | loss |", "|---------|-----:|", "| teacher | 1.25 |", "| gqa     |   10 |"]),
-])
-def test_columns_are_padded_to_one_width(align, lines):
-    assert markdown_table(("", "loss"), [("teacher", 1.25), ("gqa", 10)], align).splitlines() == lines
 
 
 def test_every_figure_stands_under_its_checkpoint():
@@ -88,25 +73,6 @@ def test_every_figure_stands_under_its_checkpoint():
         ["decode tokens/s", "", "30", "31", "32"]]
 
 
-def test_many_checkpoints_have_a_row_each():
-    """The same cells as beside each other, and of chance only what there is."""
-    results = {f"gqa{number}": figures(perplexity=7 + number) for number in range(7)}
-    tables = [cells(table) for table in results_table(results).split("\n\n")]
-    titles = ["boolq", "*micro average, as published*", "*macro average*"]
-    assert [table[0] for table in tables] == [
-        ["exact match, %", *titles], ["likelihood, %", *titles],
-        ["text", "perplexity"],
-        ["cost", "kv heads", "KV bytes per token", "prefill tokens/s", "decode tokens/s"],
-    ]
-    for table, rate in zip(tables, ("25.0 ± 12.5", "75.0 ± 6.2"), strict=False):
-        assert table[2] == ["chance", "50.0", "40.0", "50.0"]
-        assert table[3:] == [[name, rate, rate, rate] for name in results]
-    assert tables[2][2:] == [[f"gqa{number}", f"{7 + number}.000"] for number in range(7)]
-    assert tables[3][2:] == [[name, "2 of 8", "64", "1000", "11"] for name in results]
-    del results["gqa6"]
-    assert cells(results_table(results))[0] == ["", "chance", *results]
-
-
 def test_the_last_line_has_the_micro_average():
     """The paper's "Avg."; with as many questions of every task it is the macro average, too."""
     results = {"a": figures(micro_exact_match=0.5, macro_exact_match=0.75), "c": figures(),
@@ -116,19 +82,12 @@ def test_the_last_line_has_the_micro_average():
                                      "KV cache of the last 0.250 of the first's")
     results = {name: figures(tasks={}, perplexity=value) for name, value in (("a", 7.25), ("b", 8.5))}
     assert summary_line(results).startswith("a perplexity 7.250; b perplexity 8.500; KV cache ")
-    results["b"] |= {"chat_kl": 0.5, "chat_kl_stderr": 0.25}
-    assert summary_line(results).startswith("b KL on answers 0.5000 ± 0.2500; a perplexity 7.250; ")
 
 
-def test_odd_text_breaks_neither_a_table_nor_a_caption_nor_the_card(tmp_path):
+def test_odd_text_breaks_neither_a_table_nor_the_card(tmp_path):
     """A second evaluation must find the place of the first, with nothing of the first left behind."""
     table = results_table({ODD: figures()})
-    notes = [note_of(figures(perplexity=7.0, perplexity_text=ODD, perplexity_tokens=9) | changes, ODD)
-             for changes in ({}, {"tasks": {}})]
-    section = answers_section([ODD], {ODD: {"answers": [ODD]}})
-    for text, places, lines in ((table, 1, 15), (notes[0], 2, 1), (notes[1], 1, 1), (section, 3, 5)):
-        assert text.count(SHOWN) == places and len(text.splitlines()) == lines
-        assert "<" not in text and text.replace("\n", "").isprintable()
+    assert table.count(SHOWN) == 1 and len(table.splitlines()) == 15
     card = tmp_path / "README.md"
     card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
     for scores in (f"{table}\n\n{ODD}<!-- scores -->", "| 2 |"):
@@ -144,39 +103,12 @@ def test_a_card_without_markers_is_left_alone(tmp_path):
         assert not write_scores(str(tmp_path), "| 1 |") and card.read_text() == text
 
 
-def test_a_caption_names_files_without_their_directories(tmp_path):
-    """And keeps the names of what is no file."""
-    (tmp_path / "held out.npy").touch()
-    (tmp_path / "tasks").mkdir()
-    for text, shown in ((f"{tmp_path}/held out.npy: 3 rows", "; held out.npy: 3 rows."),
-                        ("c4 (a/b): 3 rows", "; c4 (a/b): 3 rows.")):
-        measured = figures(perplexity=7.0, perplexity_text=text, perplexity_tokens=9)
-        note = note_of(measured, f"{tmp_path}/tasks/")
-        assert shown in note and " validation questions (tasks), averaged" in note
-
-
 @pytest.mark.parametrize(("tokens", "few"), [(4095, True), (4096, False)])
-@pytest.mark.parametrize(("prefix", "title"), [("chat_", "Answers"), ("", "Text")])
-def test_a_caption_warns_of_few_tokens(prefix, title, tokens, few):
-    read = {"perplexity": 7.0, "perplexity_text": "c4", "perplexity_tokens": tokens}
-    note = note_of(figures(**{f"{prefix}{name}": value for name, value in read.items()}))
+def test_a_caption_warns_of_few_tokens(tokens, few):
+    measured = figures(perplexity=7.0, perplexity_text="c4", perplexity_tokens=tokens)
+    note = caption(measured, "demo", None, None, "cpu", bos=False)
     warning = ", too few to tell close models apart" * few
-    assert f"{title}: {tokens} tokens{warning}, ± standard error over sequences; c4." in note
-
-
-def test_a_caption_says_how_the_questions_were_chosen():
-    task = figures()["tasks"]["boolq"]
-    reference = figures(tasks={"boolq": task, "piqa": task | {"questions": 6}})
-    for limit, seed, shown in ((None, None, ""), (3, None, ", the first 3 per task"),
-                               (3, 7, ", 3 per task drawn with seed 7")):
-        note = note_of(reference, "demo", limit, seed, bos=True)
-        assert f": 10 validation questions (demo{shown}), " in note
-        assert "Speeds: one sequence, median of five runs, on cpu, with a begin-of-sequence token." in note
-    alone = figures(tasks={})
-    assert note_of(alone) == ("Speeds: one sequence, median of five runs, on cpu, no begin-of-sequence "
-                              "token.")
-    assert note_of(without_speeds(alone)) == "Measured on cpu, no begin-of-sequence token."
-    assert "tokens/s" not in results_table({"gqa": without_speeds(alone)})  # of a card
+    assert f"Text: {tokens} tokens{warning}, ± standard error over sequences; c4." in note
 
 
 def test_caches_have_rows_and_dominated_ones_a_mark():
