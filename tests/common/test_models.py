@@ -4,7 +4,6 @@ are damaged."""
 import ast
 import json
 import os
-import pickle
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from common import files, models, sidecars
+from common import files, models
 from common.errors import UserError
 from common.families import geometry, key_context
 from common.files import files_in
@@ -45,8 +44,7 @@ def checkpoints(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("setting", [
-    {"output_attentions": True}, {"return_dict": False}, {"_attn_implementation": "eager"},
-    {"_attn_implementation": "flash_attention_2"},
+    {"output_attentions": True}, {"return_dict": False}, {"_attn_implementation": "flash_attention_2"},
 ], ids=lambda setting: next(iter(setting)))
 def test_settings_of_outputs_and_attention_are_overruled(tmp_path, setting):
     """Layer by layer no mask is passed, which is causal for sdpa alone."""
@@ -126,15 +124,14 @@ def refusal(action, *arguments) -> str:
 # -- what is read --
 
 
-@pytest.mark.parametrize("kind", ["whole", "shards", "bin"])
+@pytest.mark.parametrize("kind", ["whole", "shards"])
 def test_other_files_beside_the_weights_change_nothing(copy, kind):
     """Neither what is read nor the fingerprint: a clone may have pointers of Git LFS for weights of other
     names or kinds, and shards that no index names."""
     path, state = copy(kind), tiny_model().state_dict()
-    before, others = fingerprint(str(path)), ["model_bf16", "aaa", "model-00001-of-00099", "zzz"]
-    for name in (*(f"{other}.safetensors" for other in others), "logo.png", INDEX, PICKLE):
-        if not (path / name).exists() and (kind, name) != ("bin", INDEX):
-            (path / name).write_bytes(LFS_POINTER)
+    before = fingerprint(str(path))
+    for name in ("model_bf16.safetensors", "model-00001-of-00099.safetensors", "logo.png", PICKLE):
+        (path / name).write_bytes(LFS_POINTER)
     assert fingerprint(str(path)) == before
     assert all(torch.equal(tensor[:], state[name]) for name, tensor in open_checkpoint(str(path)).items())
     with Layers(str(path), torch.float32, "cpu", layerwise=True).layer(1) as layer:
@@ -148,11 +145,8 @@ def test_the_fingerprint_follows_every_file_that_is_read(copy, kind):
     before = fingerprint(str(path))
     for name in ("config.json", "generation_config.json", *weight_files(str(path))):
         content = (path / name).read_bytes()
-        for place in (0, len(content) // 2, len(content) - 1):
-            (path / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
-            if name == INDEX:
-                continue  # a damaged index is refused before anything is hashed
-            assert fingerprint(str(path)) != before, (name, place)
+        (path / name).write_bytes(content + b" ")
+        assert fingerprint(str(path)) != before, name
         (path / name).write_bytes(content)
     assert fingerprint(str(path)) == before
 
@@ -180,14 +174,9 @@ def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
     path.write_bytes(b"b" * 1000)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if it were unchanged
     assert (count(), count()) == (8, 8)
-    (tmp_path / "other").write_bytes(b"c" * 1000)
-    os.replace(tmp_path / "other", path)
-    assert (count(), count()) == (9, 9)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")  # where nothing can be written
-    assert (count(), count()) == (10, 11)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path.write_bytes(b"d" * 999)  # a small one
-    assert (count(), count()) == (12, 13)
+    path.write_bytes(b"c" * 1000)
+    assert (count(), count()) == (9, 10)
 
 
 # -- what is refused --
@@ -231,20 +220,14 @@ def replace_up_in_pickle(path: Path, value) -> None:
 
 
 def write_index(path: Path, content: bytes) -> None:
-    save_file({UP: torch.zeros(64, 48)}, path / ELSEWHERE[0])
     (path / INDEX).write_bytes(content)
 
 
-def write_code(path: Path) -> None:
-    content = {UP: Command(path / "executed")}
-    (path / PICKLE).write_bytes(pickle.dumps(content, protocol=2))
-
-
-ELSEWHERE = ("../outside.safetensors", "", "missing.safetensors")
 INDEXES = {  # what the message must contain -> content
-    "expected an object": b"\xff", "expected a field 'metadata', found none": b"{}",
-    "found 1": b'{"metadata": {}, "weight_map": {"a": 1}}',
-} | {f"found '{name}'": json.dumps({"metadata": {}, "weight_map": {UP: name}}).encode() for name in ELSEWHERE}
+    "expected an object": b"\xff",
+    "found 'missing.safetensors'": json.dumps(
+        {"metadata": {}, "weight_map": {UP: "missing.safetensors"}}).encode(),
+}
 DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message must contain
     "a tensor is missing": ("whole", lambda path: drop(path, UP), f"expected a tensor {UP}, found none"),
     "an extra tensor": ("whole", lambda path: drop(path, extra=torch.zeros(2)), "found also 'extra'"),
@@ -252,18 +235,12 @@ DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message 
     "NaN": ("whole", lambda path: replace_up(path, ONE_ROW_NAN), f"NaN or Inf in {UP}"),
     "infinity": ("whole", lambda path: replace_up(path, ONE_INFINITY), f"NaN or Inf in {UP}"),
     "text among tensors": ("bin", lambda path: replace_up_in_pickle(path, "text"), PICKLE),
-    "a list": ("bin", lambda path: torch.save([1], path / PICKLE), PICKLE),
-    "a sparse tensor": ("bin", lambda path: replace_up_in_pickle(path, torch.ones(64, 48).to_sparse()), UP),
-    "a meta tensor": ("bin", lambda path: replace_up_in_pickle(path, torch.ones(64, 48).to("meta")), UP),
     "code": ("bin", lambda path: replace_up_in_pickle(path, Command(path / "executed")), PICKLE),
-    "code in an older pickle": ("bin", write_code, PICKLE),
     "cut in the tensors": ("whole", lambda path: cut(path / WEIGHTS, 0.9), "model"),
     "a shard is cut": ("shards", lambda path: cut(sorted(path.glob("*.safetensors"))[1], 0.9), "model"),
     "no weights": ("whole", lambda path: os.remove(path / WEIGHTS), f"expected weights (one of {WEIGHTS}"),
     "a head tied by config only": ("whole", lambda path: edit_config(path, tie_word_embeddings=True),
                                    "expected lm_head.weight equal to model.embed_tokens.weight"),
-    "a padding id outside": ("whole", lambda path: edit_config(path, pad_token_id=99_999), "AssertionError"),
-    "a cut pickle": ("bin", lambda path: cut(path / PICKLE, 0.9), "model"),
 } | {f"an index, {message}": ("shards", lambda path, content=content: write_index(path, content), message)
      for message, content in INDEXES.items()}
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
@@ -276,15 +253,14 @@ def use_everything(path: str, layerwise: bool) -> None:
             pass
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_weights_are_refused_whole_and_layer_by_layer(copy, damage, layerwise):
+def test_damaged_weights_are_refused_whole_and_layer_by_layer(copy, damage):
     kind, action, expected = DAMAGES[damage]
     path = copy(kind)
     action(path)
-    message = refusal(use_everything, str(path), layerwise)
-    assert expected in message and str(path) in message and len(message) < 800, message
-    assert message.isprintable() and not (path / "executed").exists()
+    for layerwise in (False, True):
+        message = refusal(use_everything, str(path), layerwise)
+        assert expected in message and str(path) in message and not (path / "executed").exists()
 
 
 def test_frequencies_that_older_releases_store_are_no_extra_tensors(copy):
@@ -295,12 +271,11 @@ def test_frequencies_that_older_releases_store_are_no_extra_tensors(copy):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (b"{", "expected a model config, found none"), (b"[]", "expected an object"),
+    (b"{", "expected a model config, found none"),
     (b'{"model_type": "nonesuch"}', "nonesuch"),
-    *(({name: wrong}, name) for name in models.SIZES for wrong in ("8", 8.5, 0)),
+    *(({name: 0}, name) for name in models.SIZES),
     ({"num_hidden_layers": 10**5}, "num_hidden_layers: expected at most 1000, found 100000"),
     ({"head_dim": 7}, "even"),
-    ({"dtype": 5}, "expected weights in floating point, found 5"),
     ({"dtype": "int8"}, "expected weights in floating point, found torch.int8"),
     ({"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}, "custom code"),
 ])
@@ -372,18 +347,14 @@ def test_a_tokenizer_is_copied_byte_for_byte(copy, tmp_path):
         assert (target / name).read_bytes() == (source / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("named", ["OwnTokenizer", "LlamaTokenizerFast", None])
-def test_the_name_of_a_tokenizers_own_code_stays_behind(copy, tmp_path, named):
+def test_the_name_of_a_tokenizers_own_code_stays_behind(copy, tmp_path):
     """A tokenizer.json does without the code, which is not copied; without one the model is refused."""
     source, target = copy("whole"), tmp_path / "target"
     target.mkdir()
-    edit_config(source, "tokenizer_config.json", tokenizer_class=named, chat_template="é")
+    edit_config(source, "tokenizer_config.json", tokenizer_class="OwnTokenizer", chat_template="é")
     settings = files.read_json(str(source / "tokenizer_config.json"))
     edit_config(source, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
-    for directory in (target, source):  # into itself it is not copied
-        before = (source / "tokenizer_config.json").read_bytes()
-        models.save_tokenizer(str(source), str(directory))
-        assert (source / "tokenizer_config.json").read_bytes() == before
+    models.save_tokenizer(str(source), str(target))
     expected = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
     assert files.read_json(str(target / "tokenizer_config.json")) == expected
     shutil.copy(source / "config.json", target)
@@ -409,8 +380,6 @@ def without_end(path: Path) -> None:
 @pytest.mark.parametrize(("damage", "message"), [
     (lambda path: edit_config(path, vocab_size=256),
      "expected token ids below the model's vocab_size 256, found 256 in the tokenizer"),
-    (lambda path: edit_config(path, "tokenizer_config.json", model_max_length="many"),
-     "expected a number for model_max_length"),
     (without_end, "end-of-sequence token, found none"),
     (lambda path: (path / "tokenizer.json").write_text("{"), "cannot load a tokenizer"),
     (replace_by_sentencepiece, "tokenizer.model; pip install sentencepiece protobuf"),
@@ -426,31 +395,13 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy, damage, messag
 # -- files that are none --
 
 
-NO_FILES = {  # what stands for a file -> what the message must contain
-    lambda path: path.write_bytes(LFS_POINTER): "Git LFS pointer; run git lfs install and git lfs pull",
-    os.mkfifo: "expected a file, found a FIFO or a device",
-}
-
-
-@pytest.mark.parametrize("make", NO_FILES, ids=["lfs", "fifo"])
-@pytest.mark.parametrize(("kind", "name"), [
-    ("whole", "config.json"), ("whole", WEIGHTS), ("shards", INDEX), ("shards", "a shard"),
-    ("bin", PICKLE), ("whole", "tokenizer.json"), ("whole", "tokenizer_config.json"),
-    ("whole", "tokenizer.model"), ("whole", "chat_template.jinja"), ("whole", "generation_config.json"),
-])
-def test_pointers_of_git_lfs_and_fifos_are_named(copy, tmp_path, kind, name, make):
-    path = copy(kind)
-    name = weight_files(str(path))[2] if name == "a shard" else name
-    (path / name).unlink(missing_ok=True)
-    make(path / name)
-    config = load_config(str(path)) if name != "config.json" else None
-    actions = {"config.json": [load_config], "generation_config.json": [
-        lambda path: sidecars.write(str(tmp_path), config, path)]}
-    tokenizer = name.startswith(("tokenizer", "chat"))
-    of_weights = [weight_files, load_model, open_checkpoint, fingerprint]
-    for action in actions.get(name, [load_tokenizer, fingerprint] if tokenizer else of_weights):
-        message = refusal(action, str(path))
-        assert f"{path / name}: expected" in message and NO_FILES[make] in message
+@pytest.mark.parametrize(("name", "read"), [(WEIGHTS, load_model), ("tokenizer.json", load_tokenizer)])
+def test_pointers_of_git_lfs_are_named(copy, name, read):
+    path = copy("whole")
+    (path / name).write_bytes(LFS_POINTER)
+    message = refusal(read, str(path))
+    assert f"{path / name}: expected" in message
+    assert "Git LFS pointer; run git lfs install and git lfs pull" in message
 
 
 # -- stage 1 --
