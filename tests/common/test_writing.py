@@ -1,7 +1,6 @@
 """Files and directories are written whole or not at all, and only our own are replaced."""
 
 import errno
-import fcntl
 import os
 import signal
 from pathlib import Path
@@ -27,17 +26,15 @@ def test_a_replaced_directory_loses_only_the_files_that_its_record_names(tmp_pat
     path, old = tmp_path / "gqa", tmp_path / "gqa.old-1"
     old.mkdir()
     (old / "mine").write_text("mine")
-    (tmp_path / "gqa.old-2").symlink_to("nowhere")
     write(path, "first")
     write(path, "second")
     assert (path / "file").read_text() == "second" and contents(old) == {"mine": "mine"}
     (path / "notes").write_text("mine")
-    write(path, "third")
-    assert (path / "file").read_text() == "third" and contents(tmp_path / "gqa.old-3") == {"notes": "mine"}
     write(path, "without a record", record=False)
+    assert contents(tmp_path / "gqa.old-2") == {"notes": "mine"}
     write(path, "fourth")
-    assert contents(tmp_path / "gqa.old-4") == {"file": "without a record"}
-    assert sorted(os.listdir(tmp_path)) == ["gqa", "gqa.old-1", "gqa.old-2", "gqa.old-3", "gqa.old-4"]
+    assert contents(tmp_path / "gqa.old-3") == {"file": "without a record"}
+    assert sorted(os.listdir(tmp_path)) == ["gqa", "gqa.old-1", "gqa.old-2", "gqa.old-3"]
 
 
 def test_a_failed_replacement_leaves_the_previous_directory(tmp_path, monkeypatch):
@@ -53,17 +50,6 @@ def test_a_failed_replacement_leaves_the_previous_directory(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         write(path, "second", record=False)
     assert contents(tmp_path) == {"gqa/file": "first"}
-
-
-@pytest.mark.parametrize(("target", "kind"), [("folder", "a symbolic link"), ("nowhere", "a symbolic link"),
-                                              (None, "a file")])
-def test_a_link_or_a_file_is_never_replaced_by_a_directory(tmp_path, target, kind):
-    (tmp_path / "folder").mkdir()
-    path = tmp_path / "gqa"
-    path.symlink_to(tmp_path / target) if target else path.write_text("mine")
-    with pytest.raises(UserError, match=f"expected nothing or a directory, found {kind}"):
-        write(path, "ours")
-    assert path.is_symlink() if target else path.read_text() == "mine"
 
 
 def killed_at_rename(number: int, work) -> bool:
@@ -135,42 +121,14 @@ def test_files_next_to_each_other_killed_at_any_rename_are_the_old_ones_or_the_n
     assert number == 4
 
 
-@pytest.mark.parametrize("fault", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_without_locks_files_are_written_and_nothing_is_swept(tmp_path, monkeypatch, fault):
-    def refuse(*_):
-        raise OSError(fault, os.strerror(fault))
-
-    killed_at_rename(0, lambda: write(tmp_path / "gqa", "first"))
-    left = contents(tmp_path)
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    write(tmp_path / "gqa", "second")  # the other one may still be written
-    assert contents(tmp_path).items() > left.items() and (tmp_path / "gqa" / "file").read_text() == "second"
-
-
-@pytest.mark.parametrize("name", ["chmod", "fsync"])
-def test_what_a_file_system_does_not_offer_ends_nothing_and_a_broken_disk_does(tmp_path, monkeypatch, name):
-    def refuse(*_):
-        raise OSError(fault, os.strerror(fault))
-
-    monkeypatch.setattr(os, name, refuse)
-    for fault in (errno.EPERM, errno.EINVAL):
-        write(tmp_path / "gqa", str(fault))
-    fault = errno.EIO
-    with pytest.raises(UserError, match="gqa.*: cannot be written: .*Input/output error"):
-        write(tmp_path / "gqa", "third")
-    if name == "fsync":
-        with pytest.raises(UserError, match="text: cannot be written: .*Input/output error"):
-            files.write_text(str(tmp_path / "text"), "text")
-    assert (tmp_path / "gqa" / "file").read_text() == str(errno.EINVAL)
-
-
-@pytest.mark.parametrize("error", [OSError("1024 requested and 992 written"), OSError(errno.EIO, "broken")])
-def test_errors_of_descriptors_name_the_file(tmp_path, error):
+def test_errors_of_descriptors_name_the_file(tmp_path):
+    error = OSError(errno.ENOSPC, "No space left on device")
     (tmp_path / "x").write_text("mine")
-    with pytest.raises(UserError, match=f"{tmp_path}/x: cannot be written: .*(992 written|broken)"):
+    with pytest.raises(UserError, match=f"{tmp_path}/x: cannot be written: .*No space left"):
         with files.write_file(str(tmp_path / "x")):
             raise error
-    with pytest.raises(UserError, match=f"{tmp_path}/x: cannot be read: .*(992 written|broken)"):
+    assert (tmp_path / "x").read_text() == "mine"  # what was complete is intact
+    with pytest.raises(UserError, match=f"{tmp_path}/x: cannot be read: .*No space left"):
         with files.open_text(str(tmp_path / "x")):
             raise error
 
@@ -187,10 +145,9 @@ def test_a_file_that_fails_leaves_nothing(tmp_path):
     assert not os.listdir(tmp_path / "empty") and not os.listdir(tmp_path / "x.json")
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027])
-def test_files_get_the_permissions_of_the_umask(tmp_path, umask):
+def test_files_get_the_permissions_of_the_umask(tmp_path):
     """Also those that safetensors writes, with 0600."""
-    before = os.umask(umask)
+    before = os.umask(0o027)
     try:
         with files.write_directory(str(tmp_path / "run" / "gqa")) as aside:
             os.mkdir(os.path.join(aside, "folder"))
@@ -202,10 +159,4 @@ def test_files_get_the_permissions_of_the_umask(tmp_path, umask):
     finally:
         os.umask(before)
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert len(written) == 4 and {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~umask}
-
-
-def test_a_pipe_in_the_place_of_a_json_file_is_refused_instead_of_read(tmp_path):
-    os.mkfifo(tmp_path / "record.json")
-    with pytest.raises(UserError, match="record.json: expected a file, found a FIFO or a device"):
-        files.read_json(str(tmp_path / "record.json"))
+    assert len(written) == 4 and {path.stat().st_mode & 0o777 for path in written} == {0o640}
