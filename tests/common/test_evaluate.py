@@ -123,10 +123,7 @@ def test_blanks_of_an_answer_are_as_generated_whatever_the_tokenizer_says():
 
 @pytest.mark.parametrize(("dtype", "changes"), [
     (torch.float32, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    (torch.float32, {"model_type": "mistral", "sliding_window": 20}),
-    (torch.float32, {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 20,
-                     "max_window_layers": 1}),
-    (torch.bfloat16, {"model_type": "qwen3"}),
+    pytest.param(torch.bfloat16, {"model_type": "qwen3"}, marks=pytest.mark.slow),
 ])
 def test_layer_by_layer_perplexity_and_cache_are_the_whole_models(tmp_path, dtype, changes):
     path, row = save_tiny(tmp_path / "model", dtype, **changes), TOKENS[0]
@@ -271,18 +268,12 @@ EXAMPLE = Example("arc_easy", "Question", ("two", " it's two ", "three"), 1)
 
 
 @pytest.mark.parametrize(("answer", "exact"), [
-    ("it's two", True), ("it's two .", False), ("it's", False), ("two", False), ("", False),
-    ("It's two", False),
+    ("it's two", True), ("it's two .", False), ("it's", False), ("It's two", False),
 ])
 def test_exact_match_is_equality_with_the_stripped_answer(answer, exact):
     verdict = {"label": 1, "likelihood_scores": [-3.0, -1.0, -2.0], "likelihood_choice": 1,
                "generated": answer, "exact": exact}
     assert evaluate.judge(EXAMPLE, answer, [-3.0, -1.0, -2.0]) == verdict
-
-
-def test_the_likeliest_choice_has_the_largest_score():
-    for scores, choice in (([-3, -1, -2], 1), ([-3, -2, -1], 2), ([-1, -1, -2], 0)):
-        assert evaluate.judge(EXAMPLE, "", scores)["likelihood_choice"] == choice  # of equal ones the first
 
 
 def test_rates_of_a_task():

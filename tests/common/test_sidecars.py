@@ -67,16 +67,13 @@ def test_the_config_is_the_sources_but_for_the_heads(tmp_path):
     ({"head_dim": 6}, LONGROPE, ORIGINAL | {"rope_scaling": LONGROPE}),
     ({"head_dim": 6}, LONGROPE | {"factor": 4.0},  # less than the ratio that transformers 4 prefers to it
      ORIGINAL | {"rope_scaling": LONGROPE | {"factor": 4.0, "attention_factor": math.sqrt(1.5)}}),
-    (PHI3 | {"max_position_embeddings": 8}, LONGROPE | {"attention_factor": 1.0},  # as for fewer positions
-     {"rope_scaling": {"type": "longrope"} | FACTORS, "partial_rotary_factor": 1.0}),
-    ({"model_type": "olmo"}, LINEAR, {"rope_scaling": {"type": "linear", "factor": 8.0}}),
     ({"model_type": "olmo2"}, LINEAR, {"rope_scaling": {"type": "linear", "factor": 8.0}}),
     ({"model_type": "olmo2"}, YARN, {"rope_scaling": YARN}),
     (LAYERS | {"model_type": "olmo3"}, OLMO3, {"rope_scaling": YARN}),
     (LAYERS | {"model_type": "gemma3_text"}, GEMMA3, {"rope_scaling": LINEAR, "rope_local_base_freq": 90.0}),
     (LAYERS | MELLUM, GEMMA3, {}),  # which no older release knows
 ], ids=["llama", "scaled", "glm", "phi3", "phi3, implied", "phi3, not expressible", "longrope", "its factor",
-        "phi3, fewer", "olmo", "olmo2", "olmo2, not expressible", "olmo3", "gemma3", "mellum"])
+        "olmo2", "olmo2, not expressible", "olmo3", "gemma3", "mellum"])
 def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, changes, rope, older):
     """They say the same, also to the release that reads both, within the original positions and beyond."""
     rope = rope if "full_attention" in rope else rope | THETA
@@ -97,12 +94,10 @@ def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, changes, rop
     ({}, THETA | {"type": "linear"}, THETA | {"rope_scaling": {"type": "linear"}}),
     (PHI3 | {"max_position_embeddings": 16}, FACTORS | THETA | {"type": "su", "rope_type": "longrope"},
      THETA | ORIGINAL | {"rope_scaling": {"type": "longrope"} | FACTORS}),
-    ({}, FACTORS | THETA | {"rope_type": "longrope"},
-     THETA | {"rope_scaling": FACTORS | {"rope_type": "longrope"}}),
     ({"model_type": "gemma3_text"}, {"sliding_attention": DEFAULT, "full_attention": DEFAULT | THETA}, THETA),
     ({"model_type": "gemma3_text"}, {"sliding_attention": None, "full_attention": LINEAR | HALF | THETA},
      THETA | {"rope_scaling": LINEAR | HALF}),  # transformers 4 would have it in all layers
-], ids=["no RoPE", "type", "both", "no positions", "default theta", "half of some heads"])
+], ids=["no RoPE", "type", "both", "default theta", "half of some heads"])
 def test_older_keys_of_a_config_written_by_hand(settings, rope, older):
     """One without what transformers would add."""
     assert sidecars.older_keys(settings | {"rope_parameters": rope}) == older
