@@ -156,11 +156,8 @@ def test_an_answer_begins_where_its_generation_prompt_would_open_a_thought(tmp_p
     assert tokens_of(sample) == tokenizer.apply_chat_template(chat)["input_ids"]
 
 
-@pytest.mark.parametrize(("turns", "segments"), [
-    (["a", "b\n", "\nc"], ["a", "b\n\n", "c"]),
-    (["a", "\n", "", "\n", "b"], ["a", "\n\n", "", "", "b"]),
-])
-def test_a_token_that_crosses_a_border_is_the_answers(tmp_path, turns, segments):
+def test_a_token_that_crosses_a_border_is_the_answers(tmp_path):
+    turns, segments = ["a", "b\n", "\nc"], ["a", "b\n\n", "c"]
     tokenizer = chatml_tokenizer("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     roles = ["assistant" if number % 2 else "user" for number in range(len(turns))]
     (sample,), _ = loaded(tmp_path, tokenizer, messages(*zip(roles, turns, strict=True)))
@@ -212,8 +209,6 @@ def chat_of(*messages: dict) -> dict:
 @pytest.mark.parametrize(("template", "row", "message"), [
     (CHATML, {"text": "x"}, r"column 'messages' is missing; found columns \['text'\]"),
     (CHATML, {"messages": "x"}, r"column 'messages': expected a list, found \"x\""),
-    (CHATML, chat_of(USER, 5), "message 2: expected an object, found 5"),
-    (CHATML, chat_of(USER, ANSWER | {"content": None}), "message 2: column 'content' is null"),
     (CHATML, chat_of(ANSWER, USER), "expected an assistant message after another one"),
     (CHATML, chat_of({"content": "a"}, ANSWER), r"message 1: column 'role' is missing; .* \['content'\]"),
     (LLAMA2, chat_of(USER, USER, ANSWER), "messages 1 to 2: refused by .*: Conversation roles must"),

