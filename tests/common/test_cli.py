@@ -3,7 +3,6 @@ perhaps meant."""
 
 import argparse
 import datetime
-import io
 import os
 import re
 import subprocess
@@ -274,11 +273,6 @@ def test_torchrun_shows_the_error(tmp_path, kind, line):
     assert done.stderr.count("Traceback") == 1, done.stderr  # torchrun's own
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch, capsys):
     now = 0
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
@@ -294,32 +288,6 @@ def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch, capsys):
             bar.update(count)
             bar.set_postfix(loss=1)
     assert capsys.readouterr().err == "tokenizing: 2,000 tok\n"
-
-
-@pytest.mark.parametrize(("stream", "rank"), [(Terminal(), "0"), (Terminal(), "1"), (io.StringIO(), "1")])
-def test_progress_on_a_terminal_is_a_bar_of_the_first_rank(monkeypatch, stream, rank):
-    monkeypatch.setattr(progress, "INTERVAL", 0)  # a line at each update
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("RANK", rank)
-    assert list(Progress(range(3), desc="calibrating")) == [0, 1, 2]
-    shown = stream.getvalue()
-    assert ("\r" in shown and "3/3" in shown and "ETA" not in shown) if rank == "0" else shown == ""
-
-
-@pytest.mark.parametrize("error", [UserError("x"), KeyboardInterrupt()])
-def test_an_error_has_a_line_of_its_own_under_a_bar(monkeypatch, error):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-
-    def main():
-        bar = iter(Progress(range(3), desc="calibrating"))  # kept alive by the traceback
-        for _ in bar:
-            raise error
-
-    with pytest.raises(SystemExit):
-        cli.run_stage(main)
-    last = terminal.getvalue().split("\n")[-2]
-    assert last.startswith(("error: x", "interrupted: ")), terminal.getvalue()
 
 
 def test_the_name_that_is_nearest_or_begins_so_is_suggested():

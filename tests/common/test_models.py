@@ -419,11 +419,3 @@ def test_weights_are_written_as_the_source_has_them_unless_asked():
     configs = [SimpleNamespace(dtype=dtype) for dtype in (torch.bfloat16, None)]
     assert [models.weight_dtype("source", config) for config in configs] == [torch.bfloat16, torch.float32]
     assert models.weight_dtype("float16", configs[0]) == torch.float16
-
-
-def test_models_of_runs_here_are_among_those_that_are_suggested(tmp_path, monkeypatch):
-    (tmp_path / "runs/mine/gqa").mkdir(parents=True)
-    (tmp_path / "runs/mine/gqa/config.json").touch()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="did you mean runs/mine/gqa.*; known: demo, runs/mine/gqa, "):
-        models.local_model("runs/mine/gqua")

@@ -67,30 +67,6 @@ def test_a_checkpoint_restarts_the_clock_of_the_first_rank(job, monkeypatch, ran
     assert saved == expected
 
 
-def test_the_eta_counts_training_from_the_first_step(job, monkeypatch, capsys):
-    """Not what was measured before that step and after it."""
-    readings = iter([0.0, 1000.0, 1000.0, 1020.0])  # start, twice in step 1, once in step 2
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
-    writer = metrics.Metrics(job, schedule_of(4))
-    for step in (1, 2):
-        figures = {"step": step, "seconds": 10.0, "tokens": 50, "flops": 1, "lr": 1e-3, "heldout_seconds": 5}
-        writer.write(figures)
-        assert "ETA 0:00:30" in capsys.readouterr().out
-    writer.close()
-
-
-@pytest.mark.parametrize("terms, expected", [
-    ({"kl": 2.0, "bild": 0.0}, "step     1/4 | loss 2.0000 | gradient 0.5000 | lr"),  # it is the loss
-    ({"kl": 1.5, "bild": 0.5}, "step     1/4 | loss 2.0000 | kl 1.5000 | bild 0.5000 | gradient 0.5000 |"),
-])
-def test_terms_of_the_loss_are_printed_where_there_are_several(job, capsys, terms, expected):
-    writer = metrics.Metrics(job, schedule_of(4))
-    figures = {"step": 1, "seconds": 10.0, "tokens": 50, "flops": 1, "lr": 1e-3, "loss": 2.0}
-    writer.write(figures | {"grad_norm": 0.5} | terms)
-    assert capsys.readouterr().out.startswith(expected)
-    writer.close()
-
-
 @pytest.mark.parametrize("reduce", ["step", "row"])
 def test_gradients_are_reduced_as_scheduled(monkeypatch, reduce):
     """Before each row; the last of a step is told apart."""
@@ -260,13 +236,6 @@ def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):
     job.step = 2
     metrics.Metrics(job, schedule_of(4)).close()
     assert metrics.read_metrics(str(path)) == [{"step": 1}, {"step": 2}]
-
-
-def test_a_damaged_line_of_metrics_is_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{\n')
-    with pytest.raises(UserError, match="metrics.jsonl line 2: not JSON"):
-        metrics.read_metrics(str(path))
 
 
 def test_the_outcome_of_a_training_in_words_and_its_summary():

@@ -140,13 +140,6 @@ def test_activations_are_those_autograd_keeps(dtype, blended, recompute):
     assert expected == pytest.approx((four - two) / 2, rel=0.02 if recompute else 0.1)
 
 
-def test_norms_that_masks_blend_are_no_matrices():
-    """A blended matrix is as large as the source's."""
-    for projection, matrices in (("q_proj", 1), ("qkv_proj", 3)):
-        blend, _ = budget.activation_bytes(LLAMA2_7B, 0, 2, (projection, "q_norm", "k_norm"))
-        assert blend == matrices * 2 * 4096 * 4096
-
-
 def batches(size: int, **changes) -> Schedule:
     """Ten steps of so many samples, in rows of 4096 tokens."""
     return replace(SCHEDULE, steps=10, batch=size, **{"tokens_per_microbatch": 4096} | changes)
@@ -235,12 +228,6 @@ def test_layers_are_recomputed_where_activations_do_not_fit(monkeypatch, plan, m
     assert [budget.too_large(phases, cluster, share + more) for more in (-0.01, 0.01)] == [True, False]
 
 
-def test_hours_as_one_reads_them():
-    for hours, words in ((2.8e-5, "0.1 s"), (0.01, "36 s"), (0.05, "3 min"), (0.42, "25 min"),
-                         (1.0, "1.0 h"), (4.13, "4.1 h"), (99.7, "100 h")):
-        assert budget.duration(hours) == words
-
-
 def test_gradients_of_several_rows_are_reduced_once_a_step_or_after_each():
     """16,000 tokens in four rows on one rank of two: 4 bytes of gradient a parameter, 2 of it gathered."""
     work, cluster, size = workload([500], [4]), budget.parse_hardware("2xA100-80GB"), budget.size(LLAMA2_7B)
@@ -282,37 +269,6 @@ def test_memory_is_that_of_the_weights_on_one_rank():
     frozen = budget.size(LLAMA2_7B, student).whole - 32 * ATTENTION
     assert attention["parameters"] - budget.memory(stored, student, 1, 100)["parameters"] == 2 * frozen
     assert budget.memory(work, budget.Student(8), 1, 100)["teacher"] == 2 * (size.whole + size.root)
-
-
-def test_memory_of_whole_weights_on_one_rank_a_node():
-    """Alone it shards nothing: copies of what is stored otherwise than computed, and no reductions. One of
-    several nodes gathers and reduces.
-    """
-    work, size = replace(workload([100], [4]), whole=True), budget.size(LLAMA2_7B)
-    alone, one_of_two = (budget.memory(work, None, 1, 100, alone=alone) for alone in (None, False))
-    assert alone["parameters"] == 6 * size.whole and alone["gradients"] == 4 * size.whole
-    assert one_of_two["parameters"] == 4 * size.whole and one_of_two["gradients"] == 10 * size.whole
-
-
-@pytest.mark.parametrize("moment, vocabulary, row, recompute", [
-    ("logits", 128256, 4096, False), ("last layer", 32000, 32768, True), ("first layer", 32000, 4096, True),
-])
-def test_the_fullest_moment_of_a_step(moment, vocabulary, row, recompute):
-    """The last logits, or the backward pass of the last or the first layer, on eight ranks."""
-    config = LlamaConfig(**LLAMA2_7B.to_dict() | {"vocab_size": vocabulary})
-    size, head = budget.size(config), vocabulary * 4096
-    need = budget.memory(budget.Workload(config, [100], [4], 512, recompute), None, 8, row)
-    per_layer, layer_input = budget.activation_bytes(config, row, 2)
-    saved = 32 * (layer_input if recompute else per_layer)
-    gathered, gradients, activations, loss = {
-        "logits": (1, 0, saved, 4 * vocabulary * 8 * 512 + 4 * head),
-        "last layer": (2, 6 * size.layer, saved + recompute * per_layer, 2 * head),
-        "first layer": (1, 4 * size.whole / 8 + 6 * size.layer, per_layer, 2 * head),
-    }[moment]
-    assert (need["gradients"], need["activations"], need["loss"]) == (gradients, activations, loss)
-    assert need["parameters"] == 4 * size.whole / 8 + 2 * (size.root + gathered * size.layer)
-    assert (need["optimizer"], need["teacher"]) == (8 * size.whole / 8, 0)
-    assert need["total"] == sum(need.values()) - need["total"]
 
 
 def test_all_phases_must_fit(capsys):
