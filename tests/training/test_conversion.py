@@ -32,6 +32,7 @@ def test_a_student_that_goes_on_is_an_export_as_it_was_written(aligned_run, tmp_
         read_conversion(str(home), ranks, str(exported))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["aligned", "merged"])
 def test_files_that_were_edited_are_refused(aligned_run, tmp_path, part):
     home = copy_run(aligned_run, tmp_path / "run")

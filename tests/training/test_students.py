@@ -83,8 +83,8 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
         assert (weights["betas"], weights["weight_decay"]) == ((0.9, 0.9), 0.5)
 
 
-@pytest.mark.parametrize("kind, dtype", [
-    ("off", torch.float16), pytest.param("l0", torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, dtype", [("off", torch.float16), ("l0", torch.bfloat16)])
 def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, monkeypatch, kind, dtype):
     """In bfloat16, against frozen weights in float32; what is trained is float32 in both."""
     pair = saved_pair(tmp_path, dtype=dtype)
