@@ -227,7 +227,8 @@ def test_what_ranks_print_of_a_fault_of_a_signal_and_of_an_error_alone(fail_as, 
     assert fail_as(3, UserError("x")) == (2, "error: rank 3: x\n")
 
 
-@pytest.mark.parametrize(("name", "value"), [("TORCHELASTIC_USE_AGENT_STORE", "False"), ("MASTER_PORT", "1")])
+@pytest.mark.parametrize(("name", "value"), [
+    ("TORCHELASTIC_USE_AGENT_STORE", "False"), pytest.param("MASTER_PORT", "1", marks=pytest.mark.slow)])
 def test_errors_are_printed_without_an_agent(fail_as, monkeypatch, name, value):
     """Of another launcher, or killed."""
     monkeypatch.setenv(name, value)
@@ -244,8 +245,6 @@ from common.training.sharding import joined_ranks
 
 def main():
     kind = sys.argv[1]
-    if kind == "before" and os.environ["RANK"] == "0":
-        raise UserError("the error")
     with joined_ranks() as ranks:
         if kind == "all":
             time.sleep(0 if ranks.rank else 2)
@@ -258,12 +257,11 @@ run_stage(main)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "line"), [("all", "error: the error"), ("before", "error: the error"),
-                                            ("0", "error: the error"), ("1", "error: rank 1: the error")])
+@pytest.mark.parametrize(("kind", "line"), [("all", "error: the error"), ("1", "error: rank 1: the error")])
 def test_torchrun_shows_the_error(tmp_path, kind, line):
-    """The same on all ranks and last on the first; before the ranks meet; on one that others wait for."""
+    """The same on all ranks and last on the first; on one that others wait for."""
     script = tmp_path / "stage.py"
-    script.write_text("import os" + RANKS)
+    script.write_text(RANKS)
     words = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     words += ["--nproc-per-node", "2"]
     done = subprocess.run([sys.executable, *words, script, kind], cwd=ROOT, capture_output=True, text=True,

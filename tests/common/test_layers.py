@@ -102,25 +102,6 @@ def test_tensors_stored_wider_than_most_elements_keep_their_precision(tmp_path, 
         assert torch.equal(tensor, model.state_dict()[key].to(expected)), key
 
 
-def test_experts_that_a_model_holds_together_keep_the_precision_of_the_widest(tmp_path):
-    """A head in float32 that is tied to an embedding in bfloat16 is not written, as no tied one is. Integers
-    of a buffer that is computed from the config change nothing."""
-    options = FAMILIES["olmoe"] | {"tie_word_embeddings": True}
-    source, model = save_tiny(tmp_path / "source", torch.bfloat16, **options), tiny_model(**options)
-    stored = load_file(tmp_path / "source" / "model.safetensors")
-    expert = "model.layers.1.mlp.experts.2.up_proj.weight"
-    stored |= {expert: stored[expert].float(), "lm_head.weight": stored["model.embed_tokens.weight"].float(),
-               "model.layers.0.self_attn.rotary_emb.positions": torch.arange(9)}
-    save_file(stored, tmp_path / "source" / "model.safetensors", {"format": "pt"})
-    (tmp_path / "ours").mkdir()
-    with CheckpointWriter(str(tmp_path / "ours"), model.config, torch.bfloat16, source) as writer:
-        for part in ("model.embed_tokens", *LAYERS, "model.norm", "lm_head"):
-            writer.write(part, model.get_submodule(part))
-    for key, tensor in load_file(tmp_path / "ours" / "model.safetensors").items():
-        together = key.startswith("model.layers.1.mlp.experts.") and "down_proj" not in key
-        assert tensor.dtype == (torch.float32 if together else torch.bfloat16), key
-
-
 def test_a_checkpoint_without_an_expert_is_refused(tmp_path):
     source = save_tiny(tmp_path / "source", **FAMILIES["olmoe"])
     stored = load_file(tmp_path / "source" / "model.safetensors")

@@ -128,21 +128,6 @@ def tokens_of(sample: Sample) -> list[list[int]]:
     return [list(segment) for segment in sample.segments]
 
 
-def test_what_is_too_short_to_hold_out_is_said(chats, tmp_path, group_of_one, capsys):
-    """One chat; a text whose last tenth has no sample."""
-    model, chat = chats
-    text = tmp_path / "text.txt"
-    text.write_text("x" * 100)
-    sources = Sources(text=[str(text)], chat=[chat], heldout_text="split", heldout_sequences=3,
-                      heldout_chats=3, text_length=16)
-    origin = context_of(tmp_path, model, group_of_one)
-    assert not heldout_texts(sources, origin)
-    assert not load_heldout(sources, origin, [], every=5).sets
-    assert capsys.readouterr().out.splitlines() == [
-        f"reads   {text}: 0 texts of 16 tokens, held out: its held-out part is too short",
-        f"reads   {chat}: 0 chats, held out: its held-out part is too short"]
-
-
 @pytest.fixture
 def data_set(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()

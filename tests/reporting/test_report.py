@@ -141,20 +141,6 @@ def test_the_headline_says_what_the_conversion_cost(tmp_path):
     assert "exact match 9" not in read(tmp_path).text
 
 
-def test_without_tasks_there_are_no_meters(whole):
-    assert read(whole).tags.count("meter") == 2
-    measured = record("eval.json")
-    for figures in measured["results"].values():
-        for name in [name for name in figures if name.startswith(("micro", "macro"))]:
-            del figures[name]
-        figures["tasks"] = {}
-    write_json(str(whole / "eval.json"), measured)
-    page = read(whole)
-    assert "meter" not in page.tags
-    assert ["checkpoint", "perplexity", "kv heads", "KV bytes per token"] in page.rows
-    assert ["teacher", "7.5", "4", "4,096"] in page.rows
-
-
 def test_the_page_is_self_contained(whole):
     page = read(whole)
     assert "script" not in page.tags and "link" not in page.tags and "b" not in page.tags
@@ -199,14 +185,6 @@ def test_the_command_reproduces_the_arguments(tmp_path):
     assert vars(flags(*train[4:])) == given
     assert export[:4] == ["python", "06_export.py", "--run", str(tmp_path)]
     assert export[-1] == "--untrained" and len(export) == 5
-
-
-@pytest.mark.parametrize(("value", "text"), [
-    (None, "–"), (True, "yes"), (12345, "12,345"), (0.123456, "0.1235"), ("ab" * 32, "ab" * 6),
-    ([[0, 2], [1, 3]], "0\u00a02 | 1\u00a03"),
-])
-def test_any_value_is_shown_as_text(value, text):
-    assert cell(value) == text
 
 
 

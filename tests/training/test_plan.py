@@ -52,23 +52,6 @@ def test_operations_are_those_torch_counts(kv_heads, train, family):
     assert backward.get_total_flops() == pytest.approx(both - expected, rel=0.005)
 
 
-def test_the_parameters_that_a_token_meets_are_printed_of_a_mixture(capsys):
-    """Of OLMoE's four experts two, and the router; embeddings are looked up. Of a dense model nothing."""
-    model = tiny_model(**FAMILIES["olmoe"])
-    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
-    looked_up = model.model.embed_tokens.weight.numel()
-    norms = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 1)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    schedule = SimpleNamespace(steps=1, batch=2, tokens_per_microbatch=64, reduce="step")
-    for config in (model.config, tiny_model().config):
-        work = budget.Workload(config, [20, 30], [0, 0], 16, recompute=False)
-        budget.print_phases([("pruning", work, budget.Student(2, ()), schedule)], "8xA100-80GB")
-    met = whole - looked_up - norms - experts // 2
-    line = f"{whole:,} parameters, of which a token meets {met:,}: it is sent to some of the experts\n"
-    output = capsys.readouterr().out
-    assert output.startswith(line) and output.count("parameters, of which") == 1
-
-
 def test_operations_of_a_row_are_those_of_its_samples():
     """A token attends to itself and those before it; student and teacher have their own sizes."""
     row = build_row([Sample((1, 2, 3), (4, 5)), Sample((6, 7), (8,))], 2)
