@@ -170,15 +170,11 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, 
     ({"model_type": "gemma", "use_bidirectional_attention": True}, "expected causal attention"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized by fp8; dequantize it first: "
      "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True)), then save_"),
-    ({"quantization_config": {"quant_method": "mxfp4"}}, "=Mxfp4Config(dequantize=True)), then save_"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantized by gptq; dequantize it first: "
      "model.dequantize(), if transformers has that for this method, then save_pretrained("),
-    ({"quantization_config": {"bits": 4}}, "quantized by None; dequantize it first: model.dequantize(), if"),
     ({"num_key_value_heads": 1}, "it has 1 key/value head: nothing to merge"),
     ({"num_key_value_heads": 3}, "its 8 heads cannot share 3 key/value heads evenly"),
     ({"model_type": "mistral", "sliding_window": 1}, "its sliding_window is 1; transformers cannot cache"),
-    ({"model_type": "olmo3", "sliding_window": 0, "layer_types": ["sliding_attention"] * 2},
-     "its sliding_window is 0; transformers cannot cache"),
 ])
 def test_a_class_is_refused_for_what_is_in_the_way(changes, reason):
     message = refusal(**changes)
@@ -275,7 +271,7 @@ def test_logits_that_are_more_than_scaled_and_capped_are_refused(monkeypatch):
     assert "its logits are not its head's, scaled and capped" in refusal()
 
 
-@pytest.mark.parametrize("name", ["cohere, GQA", "phi", "granite", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", ["phi", "granite", "gemma2"])
 @torch.no_grad()
 def test_a_heads_logits_are_the_models(name):
     model, tokens = tiny_model(**FAMILIES[name]), torch.arange(12)[None]
@@ -284,8 +280,7 @@ def test_a_heads_logits_are_the_models(name):
 
 
 @pytest.mark.parametrize(("name", "factor"), [
-    ("mistral", 1.0), ("cohere, GQA", 1.0), ("phi", 1.0), ("gpt_oss", 1.0), ("olmoe", 1.0), ("granite", 0.22),
-    ("olmo2", None), ("gemma2", None), ("glm4, GQA", None),
+    ("mistral", 1.0), ("cohere, GQA", 1.0), ("granite", 0.22), ("olmo2", None), ("gemma2", None),
 ])
 @torch.no_grad()
 def test_what_a_layer_multiplies_its_attention_by(name, factor):

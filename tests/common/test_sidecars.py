@@ -56,7 +56,6 @@ def test_the_config_is_the_sources_but_for_the_heads(tmp_path):
 
 
 @pytest.mark.parametrize("changes, rope, older", [
-    ({}, DEFAULT, {"rope_scaling": None}),
     ({}, LLAMA3, {"rope_scaling": LLAMA3}),
     ({"model_type": "glm"}, DEFAULT | HALF, HALF | {"rope_scaling": None}),
     (PHI3, LONGROPE, {"rope_scaling": {"type": "longrope"} | FACTORS, "partial_rotary_factor": 1.0}),
@@ -72,7 +71,7 @@ def test_the_config_is_the_sources_but_for_the_heads(tmp_path):
     (LAYERS | {"model_type": "olmo3"}, OLMO3, {"rope_scaling": YARN}),
     (LAYERS | {"model_type": "gemma3_text"}, GEMMA3, {"rope_scaling": LINEAR, "rope_local_base_freq": 90.0}),
     (LAYERS | MELLUM, GEMMA3, {}),  # which no older release knows
-], ids=["llama", "scaled", "glm", "phi3", "phi3, implied", "phi3, not expressible", "longrope", "its factor",
+], ids=["scaled", "glm", "phi3", "phi3, implied", "phi3, not expressible", "longrope", "its factor",
         "olmo2", "olmo2, not expressible", "olmo3", "gemma3", "mellum"])
 def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, changes, rope, older):
     """They say the same, also to the release that reads both, within the original positions and beyond."""

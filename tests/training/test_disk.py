@@ -39,8 +39,7 @@ def test_disk_is_that_of_a_run(finished_run, inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("best, students, flags", [
-    (False, (None, Student(2)), []), (True, (None, Student(2)), []),
-    (True, (Student(2, ()),), ["--masks", "off"]),
+    (True, (None, Student(2)), []),
     (True, (Student(2, (), "attention"),), ["--masks", "off", "--train", "attention"]),
 ])  # fmt: skip
 def test_checkpoints_at_their_fullest(
