@@ -1,10 +1,9 @@
 """AUDIT.md, docs/mathematics.md and the READMEs of related/ name functions and tests that exist.
 
-tests/mutants.py breaks what every row names. A row is | what | function | test |, | paper | what | function |
-test | or | paper | what | as printed | function | test |: the last two cells are read. The function cell
-links files and names definitions in them, [`common/method/merge.py`] `fuse_layer`; the links' targets are
-listed at the end. The test cell names `test_file::test_name`, where `::test_name` is in the file named before
-it.
+A row is | what | function | test |, | paper | what | function | test | or | paper | what | as printed |
+function | test |: the last two cells are read. The function cell links files and names definitions in them,
+[`common/method/merge.py`] `fuse_layer`; the links' targets are listed at the end. The test cell names
+`test_file::test_name`, where `::test_name` is in the file named before it.
 """
 
 import ast
@@ -14,9 +13,30 @@ import re
 import pytest
 
 from helpers import ROOT
-from mutants import audits, rows, rows_of
 
-DOCUMENTS = pytest.mark.parametrize("path", audits(), ids=lambda path: str(path.relative_to(ROOT)))
+AUDITS = [ROOT / "AUDIT.md", ROOT / "docs/mathematics.md", *sorted(ROOT.glob("related/*/README.md"))]
+
+
+def rows_of(text: str) -> list[tuple[str, list[tuple[str, str]], list[str]]]:
+    """The rows of a document: the claim, what it names as (file, definition), its tests as file::test."""
+    found = []
+    for line in text.splitlines():
+        cells, file, stem = [cell.strip() for cell in line.strip("| ").split(" | ")], "", ""
+        if not line.startswith("|") or "::test_" not in cells[-1]:
+            continue
+        definitions, tests = [], []
+        for link, name in re.findall(r"\[`([^`]+)`\]|`([^`]+)`", cells[-2]):
+            file = link or file
+            definitions += [(file, name)] if name else []
+        for named, test in re.findall(r"`(\w*)::(test_\w+)`", cells[-1]):
+            stem = named or stem
+            tests.append(f"{stem}::{test}")
+        found.append((": ".join(cells[:-2][:2]), definitions, tests))
+    return found
+
+
+ROWS = [row for path in AUDITS for row in rows_of(path.read_text())]
+DOCUMENTS = pytest.mark.parametrize("path", AUDITS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 @functools.cache
@@ -35,7 +55,7 @@ def defined(path: str) -> set[str]:
 
 def test_every_document_is_there():
     methods = {path.parent / "README.md" for path in ROOT.glob("related/*/__init__.py")}
-    assert {*audits()} == {ROOT / "AUDIT.md", ROOT / "docs/mathematics.md", *methods} and len(methods) == 3
+    assert {*AUDITS[2:]} == methods and len(methods) == 3 and all(path.exists() for path in AUDITS)
 
 
 @DOCUMENTS
@@ -51,7 +71,7 @@ def test_named_functions_and_tests_exist():
     """All that are missing are listed."""
     sources = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     missing = []
-    for _, definitions, tests in rows():
+    for _, definitions, tests in ROWS:
         missing += [name for file, name in definitions if name.split(".")[-1] not in defined(file)]
         for test in tests:
             stem, name = test.split("::")
