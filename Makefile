@@ -6,7 +6,7 @@
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
 # make test-release  the demo, the recipes and llama.cpp: tests that take minutes each
 # make gpu           what needs a GPU: tests, benchmarks, bench/RESULTS-<GPU>.md; pipelines/gpu.sh has more
-# make mutants       check that the tests notice faults in the code, one at a time (days)
+# make mutants       FILES="common/method/rope.py ...": changes of these files that no test notices (minutes)
 # make lint          ruff
 PYTHON ?= python3
 # tests/stages/test_gpu.py is for make gpu; the other tests are of CPUs
@@ -44,11 +44,19 @@ test-all: .venv/ready
 test-release: .venv/ready
 	$(PYTEST) -m release
 
+# of the folder of tests/ that mirrors a file's: tests/method of common/method, tests/stages of the stages
+TESTS = $(patsubst tests/common/%/,tests/%,$(subst tests/./,tests/stages,$(addprefix tests/,$(dir $(FILES)))))
+MODULES = $(subst /,.,$(FILES:.py=))
+
 mutants: .venv/ready
-	CUDA_VISIBLE_DEVICES= .venv/bin/python tests/mutants.py
+	rm -rf mutants/tests mutants/mutmut-stats.json
+	CUDA_VISIBLE_DEVICES= PYTEST_ADDOPTS="-o testpaths='$(sort $(TESTS))'" \
+	  .venv/bin/mutmut run $(or $(MODULES:%='%.*'),$(error FILES: expected paths of Python files))
+	for name in $$(.venv/bin/mutmut results | grep $(MODULES:%=-e '^ *%\.x') | grep -v checked | cut -d: -f1); \
+	  do .venv/bin/mutmut show $$name; done
 
 lint: .venv/ready
 	.venv/bin/ruff check
 
 clean:
-	rm -rf runs/demo runs/demo-model
+	rm -rf runs/demo runs/demo-model mutants

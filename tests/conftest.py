@@ -1,10 +1,13 @@
 """Loads helpers.py, but not in the process that only hands tests to others: its imports take five seconds."""
 
 import gc
+import os
 
 gc.set_threshold(50_000, 20, 20)  # a sixth of the tests' time was spent looking for garbage
 
 
 def pytest_configure(config):
+    if os.environ.get("MUTANT_UNDER_TEST") == "stats":  # mutmut looks at the calls of this process alone
+        del os.environ["MUTANT_UNDER_TEST"]
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("helpers")

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common.calibration import Calibration
+from common.cli import run_stage
 from common.proof import attach_pairs
 from common.reporting import plots
 from common.training.sharding import init_ranks
@@ -152,7 +153,9 @@ def run_in_process(command: str, arguments: list[str]) -> subprocess.CompletedPr
         with contextlib.ExitStack() as stack:
             for scope in scopes:
                 stack.enter_context(scope)
-            if "/" in command:
+            if "mutmut" in sys.modules:  # which knows functions by the names of their modules
+                run_stage(runpy.run_path(command, run_name=module_name(command))["main"])
+            elif "/" in command:
                 warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)
                 runpy.run_module(module_name(command), run_name="__main__", alter_sys=True)
             else:
