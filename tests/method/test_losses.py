@@ -21,11 +21,13 @@ def logits(n: int = 6, vocab: int = 40, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_kl_is_scipys_entropy_of_teacher_against_student():
+@pytest.mark.parametrize("temperature", [1, 2])
+def test_kl_is_scipys_entropy_of_teacher_against_student(temperature):
+    """Of logits that are divided by the temperature, times its square."""
     student, teacher = logits(seed=1), logits(seed=2)
-    probabilities = (scipy.special.softmax(logits.numpy(), 1) for logits in (teacher, student))
-    expected = scipy.stats.entropy(*probabilities, axis=1)
-    np.testing.assert_allclose(kl(student, teacher).numpy(), expected, atol=1e-12)
+    probabilities = (scipy.special.softmax(logits.numpy() / temperature, 1) for logits in (teacher, student))
+    expected = scipy.stats.entropy(*probabilities, axis=1) * temperature**2
+    np.testing.assert_allclose(kl(student, teacher, temperature).numpy(), expected, atol=1e-12)
 
 
 def test_bild_equals_the_definition():
@@ -88,14 +90,16 @@ def test_chunked_equals_plain(monkeypatch, tokens, chunk, head_is_trained, plain
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_round_no_factor(dtype):
+def test_products_round_no_factor(dtype, monkeypatch):
     """Sums of 512 products in float32 are off by some 1e-6; with factors rounded to bfloat16, by 1e-3."""
-    generator = torch.Generator().manual_seed(0)
+    generator, used = torch.Generator().manual_seed(0), []
+    monkeypatch.setattr(losses, "exact_products", lambda dtype: used.append(dtype) or exact_products(dtype))
     left, right = (torch.randn(256, 512, generator=generator).to(dtype) for _ in range(2))
     exact = left.double() @ right.double().T
     for ours in (product(left, right.T), product(left, right.T, torch.zeros(256, 256))):
         assert ours.dtype == torch.float32
         assert (ours - exact).norm() < 1e-5 * exact.norm()
+    assert used == [dtype, dtype]
 
 
 def test_only_bfloat16_factors_use_its_instructions_and_only_there():
@@ -125,7 +129,8 @@ def test_products_on_a_gpu_have_16_bit_factors_and_sums_in_float32(monkeypatch):
 
 def test_head_gradient_does_not_accumulate_in_bfloat16():
     """512 tokens pull the same way, one a chunk: a bfloat16 sum would stop growing at 256."""
-    hidden, head = (torch.ones(n, 1, dtype=torch.bfloat16, requires_grad=True) for n in (512, 2))
-    pieces = [("all", at) for at in torch.arange(512).split(1)]
-    chunked(lambda kind, at, logits: logits.float().sum(), pieces, hidden, head_of_weight(head)).backward()
-    assert (head.grad == 512).all()
+    shapes = (512, 1), (2, 1), (2,)
+    hidden, weight, bias = (torch.ones(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    pieces, head = [("all", at) for at in torch.arange(512).split(1)], head_of_weight(weight, bias)
+    chunked(lambda kind, at, logits: logits.float().sum(), pieces, hidden, head).backward()
+    assert (weight.grad == 512).all() and (bias.grad == 512).all()

@@ -23,10 +23,11 @@ def test_expected_mask_is_the_probability_of_being_open(log_alpha):
 
 
 def test_hard_concrete_as_printed():
-    """With the noise of a step, which is the same on every rank."""
+    """With the noise of a step, which is the same on every rank; a seed may be any number."""
     log_alpha = torch.linspace(-4, 4, 50)
     u = torch.rand(50, generator=torch.Generator().manual_seed(3 * 1_000_003 + 7))
     torch.testing.assert_close(masks.draw(log_alpha, seed=3, step=7), paper.hard_concrete(u, log_alpha))
+    assert masks.uniform(log_alpha, seed=3 + 2**63, step=7).equal(u)
 
 
 def test_masks_without_noise_as_printed():
@@ -102,6 +103,8 @@ def test_in_16_bits_a_blend_is_as_exact_as_the_weights():
         gradients = torch.autograd.grad(blended, [*leaves, projection.z], upward.bfloat16().to(dtype))
         assert gradients[2].dtype == precise
         results.append([part.detach().double() for part in (blended, *gradients)])
+        projection.columns = True
+        assert projection.blend(leaves[0].T, leaves[0].T).equal(leaves[0].T)
     distance = (original.view(2, 4, 8, 48) - merged.view(2, 1, 8, 48)).abs().double().view(64, 48)
     error = (results[0][0] - results[1][0]).abs()
     assert (error <= 1.02 * 2**-8 * (results[1][0].abs() + distance)).all()

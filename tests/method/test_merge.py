@@ -7,9 +7,11 @@ import paper
 from common.method.merge import (
     Merge,
     behind_norm,
+    exchange_pairs,
     first_merge,
-    fuse_layer,
+    fuse_groups,
     mean_merge,
+    merged_config,
     merged_state,
     scaled_merge,
 )
@@ -33,10 +35,10 @@ def test_fusing_writes_equations_12_to_16(repeats):
     attention = tiny_model(bias=True, num_key_value_heads=heads).double().model.layers[0].self_attn
     before = {name: p.clone() for name, p in attention.named_parameters()}
     values, keys = random_rotations(heads, 8)
-    order = torch.randperm(heads).tolist()
-    fuse_layer(attention, order, values, keys)
+    order, grouped = torch.randperm(heads), (2, heads // 2)
+    fuse_groups(attention, order.view(grouped), values.unflatten(0, grouped), keys.unflatten(0, grouped))
     rows = [slice(8 * head, 8 * head + 8) for head in range(8)]
-    for new, old in enumerate(order):
+    for new, old in enumerate(order.tolist()):
         turns = torch.stack([torch.tensor([[u.real, -u.imag], [u.imag, u.real]]) for u in keys[new]])
         R_K, Q_V = paper.eq_14(turns.double()), values[new]
         readers = [(new * repeats + query, old * repeats + query) for query in range(repeats)]
@@ -50,6 +52,19 @@ def test_fusing_writes_equations_12_to_16(repeats):
             columns = paper.eq_13(before["o_proj.weight"][:, rows[source]], Q_V)
             torch.testing.assert_close(attention.o_proj.weight[:, rows[to]], columns)
     assert torch.equal(attention.o_proj.bias, before["o_proj.bias"])
+
+
+def test_weights_of_norms_change_places_where_a_pair_turns_by_a_quarter():
+    turns = torch.tensor([[-1j, -1, 1j]])
+    assert exchange_pairs(torch.arange(6).view(1, 6, 1), turns).flatten().tolist() == [3, 1, 5, 0, 4, 2]
+
+
+def test_a_merged_config_shares_nothing_with_the_config_it_is_a_copy_of():
+    config = tiny_model().config
+    merged = merged_config(config, 2)
+    assert (config.num_key_value_heads, merged.num_key_value_heads) == (8, 2)
+    assert merged.rope_parameters == config.rope_parameters
+    assert merged.rope_parameters is not config.rope_parameters
 
 
 @pytest.mark.parametrize("merge", [mean_merge, first_merge])

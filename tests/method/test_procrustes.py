@@ -1,5 +1,7 @@
 """Procrustes on Gram matrices against the formulas on vectors, with scipy as the witness."""
 
+import itertools
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -237,11 +239,21 @@ def test_similarity_of_pairs_that_only_flip_is_the_real_part(heads):
     and |Im c[p]| where 1j and -1j are exact, too."""
     free, gram = torch.tensor([True, False, True, False]), key_gram(heads)
     flipped, turned = gram.real.abs(), torch.maximum(gram.real.abs(), gram.imag.abs())
-    for quarters, allowed in ((False, flipped), (True, turned)):
-        _, after = procrustes.key_similarity(gram, N, "cos", free, quarters)
+    for quarters, allowed in ((), flipped), ((True,), turned):
+        _, after = procrustes.key_similarity(gram, N, "cos", free, *quarters)
         best = torch.where(free, gram.abs(), allowed).sum(-1) / N
         torch.testing.assert_close(after, best, rtol=0, atol=1e-12)
         assert (after < procrustes.key_similarity(gram, N, "cos")[1] - 1e-6).any()
+
+
+@pytest.mark.parametrize(("quarters", "turns"), [((), [1, -1]), ((True,), [1, 1j, -1, -1j])])
+def test_pairs_that_only_flip_or_turn_by_quarters_do_so_in_the_best_way(heads, quarters, turns):
+    """Of all ways; free pairs are turned as if all were free."""
+    free, gram = torch.tensor([True, False, True, False]), key_gram(heads)
+    ways = torch.tensor([(1, *others) for others in itertools.product(turns, repeat=H - 1)]).to(gram.dtype)
+    reached = torch.einsum("wi,ijp,wj->wp", ways.conj(), gram, ways).real
+    expected = torch.where(free, align_keys(gram), ways[reached.argmax(0)].T)
+    torch.testing.assert_close(align_keys(gram, free, *quarters), expected, rtol=0, atol=0)
 
 
 def test_phases_are_the_best_of_many_starts_in_nearly_all_groups():
@@ -284,6 +296,11 @@ def test_decompositions_shared_among_threads_are_the_same_ones(shape):
     for at in np.ndindex(shape[:-2]) if matrices.numel() else ():
         expected, _ = scipy.linalg.polar(matrices[at].numpy())
         np.testing.assert_allclose(factors[at].numpy(), expected, atol=1e-12)
+
+
+def test_means_over_pairs_are_each_batchs_own():
+    overlap = torch.arange(18.0).view(2, 3, 3)
+    torch.testing.assert_close(procrustes.pair_mean(overlap), torch.tensor([1 + 2 + 5, 10 + 11 + 14]) / 3)
 
 
 def test_heads_that_are_alike_have_a_cosine_of_one_within_their_group():

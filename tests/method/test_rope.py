@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.families import norm_kind
-from common.method.rope import free_pairs, quarter_phase, rotate_pairs, to_complex
+from common.method.rope import free_pairs, quarter_phase, rotate_pairs, to_complex, to_real, unit_phase
 from helpers import tiny_model
 
 
@@ -18,6 +18,7 @@ def test_rope_multiplies_pairs_by_unit_numbers():
     frequencies = 10000.0 ** -(torch.arange(4) / 4)
     expected = to_complex(keys) * torch.polar(torch.ones(4), 3 * frequencies)
     torch.testing.assert_close(to_complex(rotated), expected, rtol=1e-5, atol=1e-5)
+    assert to_real(to_complex(keys)).equal(keys)
 
 
 def test_rotate_pairs_is_complex_multiplication():
@@ -26,6 +27,10 @@ def test_rotate_pairs_is_complex_multiplication():
     torch.testing.assert_close(to_complex(rotate_pairs(rows, factor).transpose(1, 2)), expected)
     flat = rotate_pairs(rows[..., 0], factor)  # a bias: no columns
     torch.testing.assert_close(flat, rotate_pairs(rows, factor)[..., 0])
+
+
+def test_a_phase_is_the_number_without_its_size():
+    assert unit_phase(torch.tensor([0.25j, -4, 0])).tolist() == [1j, -1, 1]
 
 
 def test_a_quarter_phase_is_the_closest_of_four():
