@@ -23,8 +23,8 @@ def score(similarity: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 def canonical(groups: np.ndarray) -> np.ndarray:
     """Sort heads within each group, and groups by their first head. groups: [..., G, D]."""
-    groups = np.sort(groups, axis=-1)
-    order = np.argsort(groups[..., 0], axis=-1)
+    groups = np.sort(groups)
+    order = np.argsort(groups[..., 0])
     return np.take_along_axis(groups, order[..., None], axis=-2)
 
 
@@ -60,7 +60,8 @@ def propose_swap(similarity: np.ndarray, slots: np.ndarray, kv_heads: int, rando
     shape, size = slots.shape[:2], slots.shape[2] // kv_heads
     layer, restart = np.ogrid[: shape[0], : shape[1]]
     first = random.integers(kv_heads, size=shape)
-    second = (first + random.integers(1, kv_heads, size=shape)) % kv_heads
+    shift = random.integers(1, kv_heads, size=shape)
+    second = (first + shift) % kv_heads  # pragma: no mutate: first - shift is any other group, too
     place_a, place_b = (group * size + random.integers(size, size=shape) for group in (first, second))
     a, b = slots[layer, restart, place_a], slots[layer, restart, place_b]
     difference = similarity[layer, a] - similarity[layer, b]  # [L, restarts, H]: S[a, x] - S[b, x]

@@ -36,7 +36,8 @@ def uniform(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
     It depends only on (seed, step): it is the same on every rank and after a resume.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-    noise = torch.rand(log_alpha.shape, generator=generator).clamp(1e-6, 1 - 1e-6)
+    noise = torch.rand(log_alpha.shape, generator=generator)
+    noise = noise.clamp(1e-6, 1 - 1e-6)  # pragma: no mutate: beyond, z is 0 or 1
     return noise.to(log_alpha.device, non_blocking=True)
 
 
@@ -89,7 +90,7 @@ class BlendedProjection(nn.Module):
         super().__init__()
         self.original, self.merged, self.head_dim = original, merged, head_dim
         self.columns, self.queries = columns, queries
-        self.z: torch.Tensor | None = None
+        self.z: torch.Tensor | None = None  # pragma: no mutate: it is set before it is read
 
     def blend(self, original: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
         """original [H * d, ...], merged [H or G * d, ...] -> original's shape and dtype.

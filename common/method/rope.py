@@ -38,7 +38,7 @@ def pair_products(moment: torch.Tensor) -> torch.Tensor:
 def unit_phase(number: torch.Tensor) -> torch.Tensor:
     """number / |number|, complex; 1 where the number is 0, so that a dead pair is not rotated."""
     size = number.abs()
-    return torch.where(size > 0, number / size.where(size > 0, 1), 1)
+    return torch.where(size > 0, number / size, 1)
 
 
 def quarter_phase(number: torch.Tensor) -> torch.Tensor:

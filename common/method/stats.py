@@ -187,7 +187,7 @@ class LayerGrams:
         """c [H, H, d/2] complex128; kind "raw" or "unit"."""
         if kind == "raw":
             return pair_products(self.full_key)
-        return torch.view_as_complex(self.tensors["key.unit"])
+        return torch.view_as_complex(self.tensors[f"key.{kind}"])
 
     @property
     def full_key(self) -> torch.Tensor:
