@@ -47,6 +47,18 @@ def test_their_adam():
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.95), 1e-11, 0)
 
 
+@pytest.mark.parametrize("goal", [1.0, 0.75, 0.5, 0.4999, 0.3, 0.0])
+@pytest.mark.parametrize("size", [0.05, 0.5, 0.98])
+@pytest.mark.parametrize("center", [-5.0, 2.0])
+def test_masks_are_pulled_as_released(goal, size, center):
+    log_alpha = center + torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
+    before = log_alpha.clone()
+    copy = released_masks.pulled(log_alpha, torch.tensor(size), goal, 0.3)
+    expected = pulled(before.flatten().tolist(), size, goal, 0.3)
+    torch.testing.assert_close(copy.flatten(), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    assert torch.equal(log_alpha, before)  # the pull is the copy's alone
+
+
 def test_a_gradient_at_the_copy_is_log_alphas():
     log_alpha = torch.tensor([[2.0, -1.0, 0.3]], requires_grad=True)
     for progress in (0.0, 0.5):
