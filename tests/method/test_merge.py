@@ -117,6 +117,9 @@ def test_norms_over_all_heads_get_the_scale_of_uncorrelated_rows():
     for letter, variance, energy in zip("kq", (keys, queries), energies, strict=True):
         ratio = (energy[..., None] / variance).mean()
         torch.testing.assert_close(state[f"{letter}_norm.weight"], (ratio * variance).sqrt().flatten())
+    weight, rows = attention.k_norm.weight.view(2, 4, 8, 1), attention.k_proj.weight.view(2, 4, 8, -1)
+    shared = (maps[2] @ (weight * rows)).sum(1).flatten(0, 1) / state["k_norm.weight"][:, None]
+    torch.testing.assert_close(state["k_proj.weight"], shared)
     alone = merged_state(attention, Merge(*maps))  # without energies W_Q stays as it is
     torch.testing.assert_close(alone["k_norm.weight"], keys.sqrt().flatten())
     assert not [name for name in alone if name.startswith("q")]
