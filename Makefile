@@ -7,7 +7,7 @@
 # make test-release  the demo, the recipes and llama.cpp: tests that take minutes each
 # make gpu           what needs a GPU: tests, benchmarks, bench/RESULTS-<GPU>.md; pipelines/gpu.sh has more
 # make mutants       FILES="common/method/rope.py ...": changes of these files that no test notices (minutes)
-# make lint          ruff
+# make lint          ruff, and the ratchet: no part of the repository has grown (tests/repository/lines.txt)
 PYTHON ?= python3
 # tests/stages/test_gpu.py is for make gpu; the other tests are of CPUs
 PYTEST = CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n 2 --dist worksteal
@@ -57,6 +57,7 @@ mutants: .venv/ready
 
 lint: .venv/ready
 	.venv/bin/ruff check
+	.venv/bin/python tests/repository/lines.py
 
 clean:
 	rm -rf runs/demo runs/demo-model mutants
