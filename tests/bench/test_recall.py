@@ -1,9 +1,7 @@
 """What models recall: easy questions, which answers count as right, and pass keys hidden in text."""
 
-import math
 import random
 import re
-import statistics
 
 import pytest
 import torch
@@ -23,14 +21,6 @@ LINE = re.compile(r"\nThe (\w+) pass key is (\d{5})\.\n")
 ])  # fmt: skip
 def test_an_answer_is_right_if_a_word_stands_in_it(answer, words, expected):
     assert answers.is_right(answer, words) == expected
-
-
-def test_models_are_compared_question_by_question():
-    right = {"source": [True, True, False, True], "merged": [True, False, True, False]}
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in answers.table(right).splitlines()]
-    spread = statistics.stdev([0, -1, 1, -1]) / math.sqrt(4)
-    assert rows[2][0] == "source" and rows[2][1].startswith("75 ±") and not rows[2][2]
-    assert rows[3][0] == "merged" and rows[3][2] == f"-25 ± {100 * spread:.1f}"
 
 
 def test_answers_bench(tmp_path):

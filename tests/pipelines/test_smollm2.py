@@ -1,4 +1,4 @@
-"""pipelines/smollm2.sh: its text, its table, its mistakes; end to end on a tiny model, slow."""
+"""pipelines/smollm2.sh: its text; end to end on a tiny model, slow."""
 
 import json
 import random

@@ -49,7 +49,8 @@ def off_by(error: float):
     (TrainedWeights, "names", lambda names: names - {NAME}, [], f"expected a tensor {NAME}, found none"),
     (TrainedWeights, "names", lambda names: names | {"model.layers.9.extra"}, [],
      "found also 'model.layers.9.extra'"),
-    (TrainedWeights, "read", nan_in(NAME), [], f"step-00000010: NaN or Inf in {NAME}"),
+    *((TrainedWeights, "read", nan_in(name), [], f"step-00000010: NaN or Inf in {name}")
+      for name in (NAME, "lm_head.weight")),
     (TrainedWeights, "read", enlarge_hidden_states, ["--dtype", "float16"],
      "found NaN or Inf in torch.float16; try --dtype float32 or bfloat16"),
     (Layers, "logits", off_by(1e-2), [], "the export, loaded back, differs from the student"),
@@ -63,6 +64,19 @@ def test_a_student_or_an_export_with_a_fault_is_refused(
     monkeypatch.setattr(owner, method, after(getattr(owner, method), change))
     expect_error(message, "06_export.py", "--run", home, "--force", *flags)
     assert (home / "gqa" / "stage.json").read_bytes() == before and not (home / "gqa.tmp").exists()
+
+
+@pytest.mark.slow
+def test_rounding_is_allowed_in_proportion_to_the_logits(finished_run, tmp_path, monkeypatch):
+    tolerance = importlib.import_module("06_export").LOGIT_TOLERANCE
+
+    def rounded(logits, tokens):
+        largest = max(float(rows.abs().max()) for rows in logits)
+        assert largest > 1.5  # or the proportion would not show
+        return [rows + 0.9 * tolerance * largest for rows in logits]
+
+    monkeypatch.setattr(Layers, "logits", after(Layers.logits, rounded))
+    run("06_export.py", "--run", copy_run(finished_run, tmp_path / "run"), "--force")
 
 
 def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
