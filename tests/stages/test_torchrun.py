@@ -258,11 +258,12 @@ def test_a_signal_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_pa
 # what Slurm's commands do for pipelines/slurm.sh: a process a node, which get srun's signals
 STAND_INS = {
     "scontrol": """if [ "$1" = requeue ]; then echo "$2" >> "$REQUEUED"; exit; fi
+[ -z "${EARLY-}" ] || kill -USR1 "$PPID"
 echo 127.0.0.1
 sleep 0.2  # by then a reader of the first line alone is gone
 echo node-1
 """,
-    "srun": """while [[ $1 = -* ]]; do shift; done
+    "srun": """while [[ $1 = -* ]]; do echo "$1" >> "$REQUEUED.options"; shift; done
 pids=()
 trap 'kill -USR1 "${pids[@]}"' USR1
 for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do SLURM_NODEID=$node "$@" & pids+=($!); done
@@ -272,11 +273,22 @@ for pid in "${pids[@]}"; do
 done
 exit "$code"
 """,
+    # in place of Python: torchrun, which saves as soon as it is signaled, until it may end
+    "torchrun": """trap 'signals+=USR1' USR1
+touch "$REQUEUED.started-$SLURM_NODEID"
+while [ -z "$signals" ]; do sleep 0.02; done
+while [ ! -e "$REQUEUED.saved" ]; do sleep 0.02; done
+echo "$signals" >> "$REQUEUED.signals"
+exit 1
+""",
 }
 
 
-def slurm_job(home, inputs, directory, *arguments) -> subprocess.Popen:
-    """pipelines/slurm.sh as a job of two nodes of one process each, with stand-ins for Slurm's commands."""
+def slurm_job(home, inputs, directory, *arguments, **settings) -> subprocess.Popen:
+    """pipelines/slurm.sh as a job of two nodes of one process each, with stand-ins for Slurm's commands.
+
+    settings: more variables of its environment.
+    """
     directory.mkdir(exist_ok=True)
     for name, script in STAND_INS.items():
         (directory / name).write_text(f"#!/usr/bin/env bash\n{script}")
@@ -287,10 +299,35 @@ def slurm_job(home, inputs, directory, *arguments) -> subprocess.Popen:
     job = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_JOB_NUM_NODES": "2",
            "SLURM_SUBMIT_DIR": str(ROOT), "NPROC": "1", "PORT": port, "PYTHON": sys.executable,
            "REQUEUED": str(directory / "requeued"), "PET_LOCAL_ADDR": "127.0.0.1",
-           "PATH": f"{directory}:{os.environ['PATH']}"}
+           "PATH": f"{directory}:{os.environ['PATH']}"} | settings
     command = ["bash", ROOT / "pipelines" / "slurm.sh", "--run-dir", home, "--tasks", inputs["tasks"]]
     with open(directory / "log", "a") as log:
         return subprocess.Popen([*command, *arguments], cwd="/", env=os.environ | job, stdout=log, stderr=log)
+
+
+@pytest.mark.parametrize("cpus", ["", "3"])
+def test_a_slurm_job_is_requeued_once_it_has_saved_however_often_it_is_signaled(inputs, tmp_path, cpus):
+    """torchrun gets the first signal alone. srun is told how many CPUs a task has."""
+    settings = {"PYTHON": str(tmp_path / "torchrun"), "SLURM_CPUS_PER_TASK": cpus}
+    job = slurm_job(tmp_path / "run", inputs, tmp_path, **settings)
+    while len(list(tmp_path.glob("requeued.started-*"))) < 2:
+        assert job.poll() is None
+        time.sleep(0.02)
+    for _ in range(3):
+        job.send_signal(signal.SIGUSR1)
+        time.sleep(0.15)
+    assert job.poll() is None
+    (tmp_path / "requeued.saved").touch()
+    assert job.wait(timeout=60) == 0 and (tmp_path / "requeued").read_text() == "42\n"
+    assert (tmp_path / "requeued.signals").read_text() == "USR1\n" * 2
+    options = (tmp_path / "requeued.options").read_text().split()
+    assert options == ["--cpus-per-task=3"] * bool(cpus) + ["--kill-on-bad-exit=1"]
+
+
+def test_a_slurm_job_that_is_signaled_before_its_step_is_requeued_without_one(inputs, tmp_path):
+    job = slurm_job(tmp_path / "run", inputs, tmp_path, PYTHON=str(tmp_path / "torchrun"), EARLY="yes")
+    assert job.wait(timeout=60) == 0 and (tmp_path / "requeued").read_text() == "42\n"
+    assert not (tmp_path / "requeued.options").exists()
 
 
 @pytest.mark.slow
