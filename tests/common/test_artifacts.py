@@ -248,6 +248,7 @@ def test_inputs_of_one_name_are_told_apart_and_one_that_is_gone_is_missed(args):
     for others, found in (
         ({"a/t.txt": "cd" * 32, "b/t.txt": "ab" * 32}, "made from another t.txt"),
         (inputs | {"b/t.txt": "ef" * 32}, "made from another t.txt"),
+        (inputs | {"c/t.txt": "ef" * 32}, "made from another t.txt"),
         ({"a/t.txt": "ab" * 32}, "made from b/t.txt, which is gone"),
     ):
         with pytest.raises(UserError, match=f"already exists, {found}; pass --force"):

@@ -143,14 +143,11 @@ def test_heads_are_numbered_and_groups_framed():
     figure = figure_of(plots.heatmaps, {"keys after": images}, [0, 5], "Groups", groups)
     for axis, image, heads in zip(figure.axes, images, groups, strict=False):
         order = heads[0] + heads[1]
-        for labels in (axis.get_xticklabels(), axis.get_yticklabels()):
-            assert [label.get_text() for label in labels] == [str(head) for head in order]
+        assert [label.get_text() for label in axis.get_xticklabels()] == [str(head) for head in order]
         shown = axis.images[0].get_array()
         assert all(shown[i, j] == image[order[i], order[j]] for i in range(4) for j in range(4))
         frames = [(*frame.get_xy(), frame.get_width(), frame.get_height()) for frame in axis.patches]
         assert frames == [(-0.5, -0.5, 2, 2), (1.5, 1.5, 2, 2)]
-    (axis, _) = figure_of(plots.heatmaps, {"keys after": images[:1]}, [0], "Heads").axes
-    assert [label.get_text() for label in axis.get_xticklabels()] == list("0123") and not axis.patches
 
 
 def test_pairs_show_median_and_range_of_the_absolute_cosines_of_every_layer():

@@ -185,12 +185,3 @@ def test_the_command_reproduces_the_arguments(tmp_path):
     assert vars(flags(*train[4:])) == given
     assert export[:4] == ["python", "06_export.py", "--run", str(tmp_path)]
     assert export[-1] == "--untrained" and len(export) == 5
-
-
-
-
-def test_the_run_directory_is_that_of_the_demo_if_none_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["report"])
-    with pytest.raises(UserError, match="runs/demo: expected a run directory"):
-        report.main()

@@ -211,18 +211,6 @@ def test_layers_are_recomputed_where_activations_do_not_fit(monkeypatch, plan, m
     assert [budget.too_large(phases, cluster, share + more) for more in (-0.01, 0.01)] == [True, False]
 
 
-def test_gradients_of_several_rows_are_reduced_once_a_step_or_after_each():
-    """16,000 tokens in four rows on one rank of two: 4 bytes of gradient a parameter, 2 of it gathered."""
-    work, cluster, size = workload([500], [4]), budget.parse_hardware("2xA100-80GB"), budget.size(LLAMA2_7B)
-    summed, sharded = (budget.memory(work, None, 2, 4096, whole) for whole in (True, False))
-    assert summed["gradients"] - sharded["gradients"] == 4 * size.whole / 2
-    for reduce, reductions, need in (("step", 1, summed), ("row", 4, sharded)):
-        schedule = batches(64, reduce=reduce)
-        step = budget.step_cost(work, None, schedule, cluster)
-        assert step.rows == 4 and step.traffic == (4 * 4 + 4 * reductions) * size.whole
-        assert budget.peak_memory(work, None, schedule, cluster)[0] == need
-
-
 def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step():
     """A ring over n nodes sends 2 (n - 1) / n of what is reduced: float32 gradients, an eighth a rank."""
     cluster, one = budget.parse_hardware("8x8xA100-80GB"), budget.parse_hardware("8xA100-80GB")
@@ -236,22 +224,6 @@ def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step():
     for machines, said in ((cluster, True), (one, False)):
         lines, _, _ = budget.report("", workload([500], [4]), None, batches(64 * 8), machines)
         assert ("GiB between nodes" in "\n".join(lines)) == said
-
-
-def test_memory_is_that_of_the_weights_on_one_rank():
-    work, size, head = workload([100], [4]), budget.size(LLAMA2_7B), 32000 * 4096
-    need = budget.memory(work, None, 1, 100)
-    assert need["parameters"] == 4 * size.whole + 2 * (size.root + size.layer)
-    assert need["gradients"] == 4 * size.whole + 6 * size.layer  # in the first layer's backward pass
-    assert need["activations"] == budget.activation_bytes(LLAMA2_7B, 100, 2)[0] and need["loss"] == 2 * head
-    student = budget.Student(8, (), "attention")
-    attention = budget.memory(work, student, 1, 100)
-    assert attention["gradients"] == 4 * 32 * ATTENTION + 6 * ATTENTION and attention["loss"] == 0
-    assert attention["optimizer"] == 8 * 32 * ATTENTION
-    stored = replace(work, config=LlamaConfig(**LLAMA2_7B.to_dict() | {"dtype": "bfloat16"}))
-    frozen = budget.size(LLAMA2_7B, student).whole - 32 * ATTENTION
-    assert attention["parameters"] - budget.memory(stored, student, 1, 100)["parameters"] == 2 * frozen
-    assert budget.memory(work, budget.Student(8), 1, 100)["teacher"] == 2 * (size.whole + size.root)
 
 
 def test_all_phases_must_fit(capsys):
