@@ -214,6 +214,7 @@ def chat_of(*messages: dict) -> dict:
     (LLAMA2, chat_of(USER, USER, ANSWER), "messages 1 to 2: refused by .*: Conversation roles must"),
     (CHATML.replace("<|im_start|>assistant", "think"), CHATS, "messages 1 to 2: expected a chat template"),
     ("{% if messages|length > 1 %}x{% endif %}", CHATS, "expected a prompt before the first answer"),
+    ("{{ messages.__class__.__mro__ }}", CHATS, ".*refused by the .* chat template: .*__class__.* is unsafe"),
 ])
 def test_chats_and_templates_that_do_not_fit_are_one_line(tmp_path, template, row, message):
     (tmp_path / "chats.jsonl").write_text("\n" + json.dumps(row) + "\n")
