@@ -55,6 +55,7 @@ def test_a_config_alone_gives_the_plan_of_a_run_with_tasks(aligned_run, inputs, 
     assert costs("--model", inputs["model"], "--kv-heads", 2) == of_run
 
 
+@pytest.mark.slow
 def test_expected_samples_are_as_long_as_published():
     """18.6 million tokens in 147,580 samples, 126 each; few of them are spread alike."""
     pool = expected.expected_pool(Sources("hub"), 0)
@@ -110,8 +111,9 @@ def table() -> list[list[str]]:
             for line in re.findall(r"^\| +\d+B .*$", text, re.MULTILINE)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", LLAMA2)
+@pytest.mark.parametrize("size", [
+    pytest.param("7B", marks=pytest.mark.slow),
+    *(pytest.param(size, marks=pytest.mark.release) for size in ("13B", "70B"))])
 def test_the_table_of_plans_is_what_configs_give(size, tmp_path):
     hidden, inner, layers, heads, kv_heads = LLAMA2[size]
     LlamaConfig(vocab_size=32000, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,

@@ -1,6 +1,5 @@
 """Devices by the names of --plan and of CUDA."""
 
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -33,18 +32,6 @@ def test_numbers_that_no_device_has(number, place):
     numbers[place] = number
     with pytest.raises(UserError, match=f"expected numbers from 0.001 to 10\\^6, found {number}"):
         hardware.parse_hardware("8x" + ":".join(numbers))
-
-
-def test_a_plan_of_this_machine_shares_it_among_its_ranks(monkeypatch):
-    """A product of 2 * 1024^3 operations in a quarter of a second at best, on a machine of 24 GiB."""
-    ends = itertools.accumulate([0, 0.5, 9, 0.25, 9, 1, 9, 0.25, 9, 2])
-    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(ends))
-    monkeypatch.setattr(hardware.os, "sysconf", {"SC_PHYS_PAGES": 6 * 2**20, "SC_PAGE_SIZE": 4096}.get)
-    hardware.processor.cache_clear()
-    cluster = hardware.parse_hardware("2xCPU")
-    hardware.processor.cache_clear()
-    assert (cluster.ranks_per_node, cluster.nodes) == (2, 1)
-    assert (cluster.device.flops_per_s, cluster.device.memory) == (4 * 2**30, 12)
 
 
 def test_a_plan_is_of_gpus_unless_it_names_the_cpu():
