@@ -193,7 +193,6 @@ def test_bad_files_name_file_and_line(tmp_path, content, message):
 ARC = {"question": SHIRT, "answerKey": "D"}
 BOOLQ = CORONER | {"label": True}
 SIQA = {"context": "c", "question": "q", "answerA": "x", "answerB": "y", "answerC": "z", "label": "3"}
-WINOGRANDE = {"sentence": "s", "option1": "a", "option2": "b", "answer": "2"}
 
 
 @pytest.mark.parametrize(("task", "row", "message"), [

@@ -18,7 +18,6 @@ from training_runs import flags
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJ"
                          "RU5ErkJggg==")
 ARTIFACTS = {part.record: part.stage for part in report.PARTS}
-CALIBRATION = next(iter(ARTIFACTS))
 
 
 def results(name: str, exact: float, kv_heads: int) -> dict:
