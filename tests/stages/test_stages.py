@@ -59,6 +59,15 @@ def unit(vectors: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(vectors, dim=-1)
 
 
+def test_16_bit_products_of_calibration_are_summed_in_float32(inputs, tmp_path):
+    """Parts of a sum that a GPU splits may otherwise be rounded to 16 bits."""
+    names = [f"allow_{half}_reduced_precision_reduction" for half in ("bf16", "fp16")]
+    for name in names:
+        setattr(torch.backends.cuda.matmul, name, True)
+    run("01_calibrate.py", "--run", tmp_path, *calibrate_arguments(inputs))
+    assert not any(getattr(torch.backends.cuda.matmul, name) for name in names)
+
+
 def test_calibration_holds_sums_over_the_models_own_vectors(aligned_run, inputs):
     model = AutoModelForCausalLM.from_pretrained(inputs["model"])
     rows, columns = torch.triu_indices(HEADS, HEADS)
