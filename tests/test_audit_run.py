@@ -20,7 +20,8 @@ from common.errors import UserError
 from common.method import grouping, masks, released_masks
 from common.method import procrustes as align
 from common.training import mask_state
-from helpers import calibrate_arguments, copy_run, expect_error, run, save_tiny
+from models import save_tiny
+from runs import calibrate_arguments, copy_run, expect_error, run
 
 AUDIT = "audit/__main__.py"
 STEPS = [f"{figure}, --masks {kind}" for figure in audit_training.QUANTITIES for kind in audit_training.KINDS]

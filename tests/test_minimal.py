@@ -20,7 +20,8 @@ from common.training.engine import Job, Schedule, Step
 from common.training.packing import rows_of_step
 from common.training.sharding import Execution
 from common.training.teacher import build_teacher
-from helpers import ROOT, run
+from runs import run
+from torchrun import ROOT
 
 pytestmark = pytest.mark.slow
 SCHEDULE = Schedule(steps=30, batch=3, warmup=1, clip=minimal.CLIP, seed=0, tokens_per_microbatch=64,

@@ -15,13 +15,10 @@ from common.evaluate import perplexity
 from common.models import load_model, load_tokenizer
 from common.training import plan as budget
 from common.training.hardware import parse_hardware
-from helpers import expect_error, run, save_tiny
+from models import save_tiny
+from runs import expect_error, last_line, run
 
 pytestmark = pytest.mark.slow
-
-
-def last_line(completed) -> dict:
-    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def test_ratios_of_a_step_are_per_sample():

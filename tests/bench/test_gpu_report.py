@@ -12,7 +12,8 @@ import torch
 
 from bench import gpu
 from bench.gpu import Row
-from helpers import ROOT, recipe
+from runs import recipe
+from torchrun import ROOT
 
 pytestmark = pytest.mark.slow
 LOG = """tests/stages/test_gpu.py::test_a[x] PASSED    [ 25%]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bench import answers, retrieval
-from helpers import byte_tokenizer, run, save_tiny, tiny_model
-from test_benches import last_line
+from models import byte_tokenizer, save_tiny, tiny_model
+from runs import last_line, run
 
 pytestmark = pytest.mark.slow
 LINE = re.compile(r"\nThe (\w+) pass key is (\d{5})\.\n")

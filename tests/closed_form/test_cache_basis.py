@@ -17,7 +17,8 @@ from common.closed_form.cache_basis import (
 from common.method.rope import to_complex, to_real
 from common.models import load_model
 from common.quantized_cache import LAYOUTS, attention_with, parse_cache, quantized, read_back
-from helpers import ROOT, byte_tokenizer, tiny_model
+from models import byte_tokenizer, tiny_model
+from torchrun import ROOT
 
 TOKENS = torch.randint(260, (3, 40), generator=torch.Generator().manual_seed(0))
 FAMILIES = [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("olmo2", {}), ("olmo3", {}), ("phi3", {}),

@@ -22,9 +22,8 @@ from common.families import geometry
 from common.method.merge import Merge, mean_merge
 from common.method.rope import rotate_pairs, to_matrix
 from common.method.stats import LayerGrams, LayerStats, group_blocks
-from helpers import tiny_model
-from students import merge_model, plain_merge
-from test_keys import normal, rotations
+from models import tiny_model
+from reference import merge_model, normal, plain_merge, rope_rotations
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
 TOKENS = torch.randint(0, 256, (6, 40), generator=torch.Generator().manual_seed(0))
@@ -94,7 +93,7 @@ def share_heads(model, groups: int) -> None:
 @pytest.mark.parametrize("context", [None, 64])
 @pytest.mark.parametrize("source_heads, kv_heads", [(8, 8), (4, 4), (8, 2)])
 def test_heads_that_share_what_they_can_share_are_merged_exactly(source_heads, kv_heads, context):
-    """To 1e-5 of the logits, since statistics are float32 products; means and rotations are far off.
+    """To 1e-5 of the logits, since statistics are float32 products; means and rope_rotations are far off.
 
     Groups of one head are exact, also of a source that is GQA already: with what its query heads make of it.
     """
@@ -358,7 +357,7 @@ def test_the_energy_lost_is_the_relative_squared_error_of_what_outputs_read_and_
     outputs, groups = normal(6, 20, 8, seed=6), torch.tensor([[4, 1, 3], [5, 0, 2]])
     rotation = torch.linalg.qr(normal(2, 3, 8, 8, seed=7)).Q
     key_rotation = torch.polar(torch.ones(2, 3, 4).double(), 3 * normal(2, 3, 4, seed=8))
-    merge, turns = Merge(*normal(4, 2, 3, 8, 8, seed=9) / 5), rotations(FREQUENCIES, log_uniform(64))
+    merge, turns = Merge(*normal(4, 2, 3, 8, 8, seed=9) / 5), rope_rotations(FREQUENCIES, log_uniform(64))
     grams = grams_of(values, keys, queries, outputs)
     lost = energy_lost(merge, grams, groups, rotation, key_rotation, 64)
 

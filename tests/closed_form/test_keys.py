@@ -9,23 +9,11 @@ from common.closed_form import keys as key_merge
 from common.closed_form.keys import KeyFit, RopeAverages, alternate, log_uniform, merge_rope_keys
 from common.closed_form.values import merge_values
 from common.method.rope import to_complex
-from helpers import tiny_model
+from models import tiny_model
+from reference import DISTANCES, FREQUENCIES, normal, rope_rotations
 
 GROUPS, MEMBERS, SIZE, TOKENS = 2, 3, 8, 60
-FREQUENCIES = torch.tensor([1.0, 0.3, 0.02, 0.001], dtype=torch.float64)
-DISTANCES = torch.tensor([0.0, 1.0, 4.0, 11.0, 40.0], dtype=torch.float64)
 SCALE = torch.tensor([1.0, 0.7, 1.6, 0.4], dtype=torch.float64)  # of queries and keys
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def rotations(frequencies=FREQUENCIES, distances=DISTANCES) -> torch.Tensor:
-    """R(-t) for each distance, [n, d, d], as cosines and sines."""
-    angles = distances[:, None] * frequencies
-    cosine, sine = torch.diag_embed(angles.cos()), torch.diag_embed(angles.sin())
-    return torch.cat((torch.cat((cosine, sine), 2), torch.cat((-sine, cosine), 2)), 1)
 
 
 def scaled(turns: torch.Tensor) -> torch.Tensor:
@@ -43,7 +31,7 @@ class Sampled:
         keys = torch.einsum("ngx,gxy->ngy", normal(TOKENS, GROUPS, MEMBERS * SIZE, seed=2), mix)
         self.keys = keys.view(shape) + normal(GROUPS, MEMBERS, SIZE, seed=3)
         self.queries = normal(*shape, seed=4) @ normal(SIZE, SIZE, seed=5)
-        self.turns = rotations() if turns is None else turns
+        self.turns = rope_rotations() if turns is None else turns
 
     def fit(self, turns: RopeAverages | None = None) -> KeyFit:
         gram = torch.einsum("ngia,ngjb->gijab", self.keys, self.keys) / TOKENS
@@ -81,7 +69,7 @@ def test_turns_are_rope_and_its_averages():
         turns = RopeAverages(rotary.inv_freq.double(), torch.tensor([float(distance)], dtype=torch.float64))
         score = query[0, 0, 0].double() @ turns.turn(key[0, 0, 0].double())
         assert float(score) == pytest.approx(float((turned_query * turned_key).sum()), abs=1e-4)
-    for scale, each in ((None, rotations()), (SCALE, scaled(rotations()))):
+    for scale, each in ((None, rope_rotations()), (SCALE, scaled(rope_rotations()))):
         turns, matrix, mean = RopeAverages(FREQUENCIES, DISTANCES, scale), normal(3, SIZE, SIZE), each.mean(0)
         forward = torch.einsum("tab,gbc,tdc->gad", each, matrix, each) / 5
         backward = torch.einsum("tba,gbc,tcd->gad", each, matrix, each) / 5
@@ -110,7 +98,7 @@ def test_the_loss_is_the_variance_of_the_scores_error():
 @pytest.mark.parametrize("half", ["encode", "decode"])
 def test_each_half_is_the_least_squares_over_all_queries_keys_and_distances(half, scale):
     """Where the loss as written out, convex and quadratic in each half, has no slope."""
-    sampled = Sampled(None if scale is None else scaled(rotations()))
+    sampled = Sampled(None if scale is None else scaled(rope_rotations()))
     maps, slopes = dict(zip(("encode", "decode"), factors(), strict=True)), []
     best = getattr(sampled.fit(RopeAverages(FREQUENCIES, DISTANCES, scale)), f"best_{half}")(**maps)
     for tried in (maps[half], best):
@@ -144,14 +132,14 @@ def test_no_half_ever_raises_the_loss(damping, monkeypatch):
 
 def test_what_rope_scales_is_merged_for_the_scores_of_scaled_queries_and_keys():
     """(S B_i^T q_i)^T R (S k~) against (S q_i)^T R (S k_i), written out; ignoring S loses more of it."""
-    sampled, scale = Sampled(scaled(rotations())), SCALE.repeat(2)
+    sampled, scale = Sampled(scaled(rope_rotations())), SCALE.repeat(2)
     fit, ignorant = sampled.fit(RopeAverages(FREQUENCIES, DISTANCES, SCALE)), sampled.fit()
     encode, decode = merge_rope_keys(fit)
     shared = torch.einsum("gjab,ngjb->nga", encode, sampled.keys)
     read = torch.einsum("giba,ngib->ngia", decode, sampled.queries)
-    turned = torch.einsum("tab,ngib->tngia", rotations(), scale * sampled.keys)
+    turned = torch.einsum("tab,ngib->tngia", rope_rotations(), scale * sampled.keys)
     scores = torch.einsum("qgia,tngia->giqtn", scale * sampled.queries, turned)
-    turned = torch.einsum("tab,ngb->tnga", rotations(), scale * shared)
+    turned = torch.einsum("tab,ngb->tnga", rope_rotations(), scale * shared)
     error = scores - torch.einsum("qgia,tnga->giqtn", scale * read, turned)
     loss = error.flatten(3).var(3, correction=0).mean(2).sum(1)
     torch.testing.assert_close(fit.loss(encode, decode), loss, rtol=1e-10, atol=0)

@@ -11,9 +11,8 @@ from torch import nn
 
 from common.closed_form import refit
 from common.closed_form.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit
-from helpers import tiny_model
-from students import merge_model
-from test_keys import normal
+from models import tiny_model
+from reference import merge_model, normal
 
 TOKENS = torch.randint(0, 256, (6, 120), generator=torch.Generator().manual_seed(0))
 

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from common import artifacts, calibration, cli, files
 from common.errors import Complete, UserError
 from common.training import checkpoints
-from helpers import calibrate_arguments, calibrated_layer, copy_run, run
-from test_records import MODEL, valid
+from runs import MODEL, calibrate_arguments, calibrated_layer, contents, copy_run, run, valid
 
 SIMILARITY, EXPORT = "02_similarity.py", "06_export.py"
 MEANS = valid(SIMILARITY)["summary"]
@@ -53,12 +52,6 @@ def export(args, card: str = "card", inputs: dict | None = None) -> Path:
             Path(aside, "README.md").write_text(card)
             artifacts.write_record(aside, started.record(MODEL, valid(EXPORT)["summary"]))
     return path
-
-
-def contents(directory) -> dict[str, str]:
-    """Relative path -> text of every file."""
-    found = (path for path in Path(directory).rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_text(errors="replace") for path in found}
 
 
 def test_round_trip_and_record(args):

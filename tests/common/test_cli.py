@@ -19,7 +19,8 @@ from common import cli, progress
 from common.data.tasks import TASKS
 from common.errors import UserError
 from common.progress import Progress
-from helpers import ROOT, run
+from runs import run
+from torchrun import ROOT
 
 MANUAL = """Stage 0: count things.
 

@@ -19,7 +19,8 @@ from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, choice_samples, e
 from common.errors import UserError
 from common.layers import Layers
 from common.models import load_model
-from helpers import END, byte_tokenizer, save_tiny, task_rows, tiny_model
+from models import END, byte_tokenizer, save_tiny, tiny_model
+from runs import task_rows
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))
 

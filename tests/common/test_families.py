@@ -4,7 +4,6 @@ the result loads in the family's own class.
 The models are tiny and random, of the classes that transformers has for these model types.
 """
 
-import copy
 import json
 
 import pytest
@@ -23,72 +22,33 @@ from common.families import (
     geometry,
     head_parameters,
     merged_modules,
-    needs_eager,
-    norm_kind,
     watch_heads,
 )
 from common.forward import embedded, run_layer
 from common.forward import logits_of as logits_behind
 from common.layers import Layers
-from common.method import masks
 from common.method.merge import fuse_layer
-from common.method.rope import free_pairs, quarter_phase
 from common.models import empty_model, load_config
 from common.proof import attach_pairs
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row
 from common.training.sharding import Execution, build
-from helpers import END, ROOT, byte_tokenizer, run, save_tiny, tiny_model
-from students import merge_model
-from test_packing import random_samples
+from models import (
+    END,
+    EVERY_FAMILY,
+    FAMILIES,
+    LLAMA3,
+    SHORT,
+    byte_tokenizer,
+    class_model,
+    save_tiny,
+    tiny_model,
+)
+from reference import TWO_TEXTS, blended, logits_of_two_texts, merge_model, random_rotations, random_samples
+from runs import run
+from torchrun import ROOT
 
-GQA, TIED = {"num_key_value_heads": 4}, {"tie_word_embeddings": True}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-SHORT = {"original_max_position_embeddings": 32}
-LLAMA3 = SHORT | {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                  "high_freq_factor": 4.0}
-MISTRAL = {"model_type": "mistral", "sliding_window": 12}
-QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}
-FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any but Phi-3's longrope
-    "llama, GQA, tied": GQA | TIED | {"rope_parameters": LLAMA3},
-    "mistral": MISTRAL,
-    "mistral, GQA": GQA | MISTRAL,
-    "qwen2, GQA": GQA | QWEN2,
-    "qwen3, GQA, tied": GQA | TIED | {"model_type": "qwen3"},
-    "qwen3, biases": {"model_type": "qwen3", "bias": True},
-    "gemma, tied": TIED | {"model_type": "gemma"},
-    "olmo": {"model_type": "olmo"},
-    "olmo2": {"model_type": "olmo2"},
-    "olmo2, GQA, biases": GQA | {"model_type": "olmo2", "bias": True},
-    "olmo3": {"model_type": "olmo3", "sliding_window": 12, "rope_parameters": {
-        "full_attention": SHORT | {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    }, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "phi3": {"model_type": "phi3", "sliding_window": 12},
-    "phi3, GQA, longrope": GQA | SHORT | {"model_type": "phi3", "head_dim": 6, "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1],
-        "long_factor": [2.0, 2.1], "partial_rotary_factor": 0.7,  # scales what turns, four channels of six
-    }},
-    "cohere, GQA": GQA | {"model_type": "cohere", "logit_scale": 0.25},  # pairs (2p, 2p + 1), parallel
-    "phi": {"model_type": "phi", "hidden_size": 64},  # half of the channels; parallel; biases, the head's too
-    "stablelm": {"model_type": "stablelm", "hidden_size": 128, "head_dim": 16},  # a quarter of the channels
-    "glm4, GQA": GQA | {"model_type": "glm4"},  # both; norms on both sides
-    "granite": {"model_type": "granite", "residual_multiplier": 0.22, "attention_multiplier": 0.2,
-                "embedding_multiplier": 3.0, "logits_scaling": 4.0},
-    "gemma2": {"model_type": "gemma2", "sliding_window": 12, "attn_logit_softcapping": 2.0,
-               "final_logit_softcapping": 5.0},
-    "gemma3, GQA": GQA | {"model_type": "gemma3_text", "sliding_window": 12},  # norms that multiply by 1 + w
-    "gpt_oss": GQA | EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 4,
-                                   "sliding_window": 12},  # sinks
-    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
-    "olmoe": EXPERTS | {"model_type": "olmoe", "hidden_size": 64, "num_experts": 4},
-    "qwen2_moe, GQA": GQA | EXPERTS | {"model_type": "qwen2_moe", "num_experts": 4,
-                                       "shared_expert_intermediate_size": 32},
-    "glm4_moe": EXPERTS | {"model_type": "glm4_moe", "n_routed_experts": 4, "first_k_dense_replace": 1},
-}
-QUICK = "llama, GQA, tied", "qwen2, GQA", "qwen3, GQA, tied", "phi3", "gemma2", "gpt_oss"
-EVERY_FAMILY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 ROPES = {
     "default": {},
     "linear": {"factor": 2.0},
@@ -98,24 +58,6 @@ ROPES = {
     "yarn": SHORT | {"factor": 4.0},
     "longrope": SHORT | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.1, 2.2, 2.3]},
 }
-TOKENS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(5))
-
-
-def logits_of(model, attention: str = "sdpa") -> torch.Tensor:
-    model.set_attn_implementation("eager" if needs_eager(model.config) else attention)
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def rotations(attention, generator):
-    """Random value and key rotations of the kind that is exact for this layer."""
-    heads, size = geometry(attention.config).kv_heads, attention.head_dim
-    values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64, generator=generator)).Q
-    angles = torch.rand(heads, size // 2, dtype=torch.float64, generator=generator) * 2 * torch.pi
-    turns = torch.polar(torch.ones_like(angles), angles)
-    if norm_kind(attention) == "joint":
-        return values, quarter_phase(turns)
-    return values, torch.where(free_pairs(attention), turns, turns.real.sign())
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
@@ -123,12 +65,12 @@ def rotations(attention, generator):
 def test_fused_model_is_the_same_function(name, attention):
     model, generator = tiny_model(**FAMILIES[name]).double(), torch.Generator().manual_seed(1)
     model.config._experts_implementation = "eager"  # the others know no float64
-    before = logits_of(model, attention)
+    before = logits_of_two_texts(model, attention)
     for layer in model.model.layers:
         order = torch.randperm(geometry(model.config).kv_heads, generator=generator).tolist()
-        fuse_layer(layer.self_attn, order, *rotations(layer.self_attn, generator))
+        fuse_layer(layer.self_attn, order, *random_rotations(layer.self_attn, generator))
     # transformers computes norms in float32 even in a float64 model: 1e-7 of logits of size 10, three layers
-    assert before.std() > 0.3 and (logits_of(model, attention) - before).abs().max() < 1e-5
+    assert before.std() > 0.3 and (logits_of_two_texts(model, attention) - before).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -137,27 +79,12 @@ def test_rotations_commute_with_every_kind_of_rope(kind):
     shape = {"num_key_value_heads": 4, "max_position_embeddings": 32}  # 40 tokens: dynamic scaling sets in
     rope = {"rope_type": kind, "rope_theta": 10000.0} | ROPES[kind]
     model = tiny_model(rope_parameters=rope, **shape).double()
-    before, generator = logits_of(model), torch.Generator().manual_seed(2)
-    default = logits_of(tiny_model(**shape).double())
+    before, generator = logits_of_two_texts(model), torch.Generator().manual_seed(2)
+    default = logits_of_two_texts(tiny_model(**shape).double())
     assert kind == "default" or (before - default).abs().max() > 1e-3  # the scaling has an effect
     for layer in model.model.layers:
-        fuse_layer(layer.self_attn, [2, 0, 3, 1], *rotations(layer.self_attn, generator))
-    assert (logits_of(model) - before).abs().max() < 1e-5
-
-
-def blended(model, merged, names: tuple):
-    """A student with masks over both models' modules: open they give the source, closed the merged model."""
-    student = copy.deepcopy(model)
-    masks.patch(student, 2, names)
-    state, shared = student.state_dict(), merged.state_dict()
-    shared = {masks.blended_name(name, names): tensor for name, tensor in shared.items()}
-    student.load_state_dict(state | {name: tensor for name, tensor in shared.items() if name in state})
-    shape = len(model.model.layers), geometry(model.config).kv_heads
-    masks.set_masks(student, torch.ones(shape))
-    assert torch.equal(logits_of(student), logits_of(model))
-    masks.set_masks(student, torch.zeros(shape))
-    torch.testing.assert_close(logits_of(student), logits_of(merged), rtol=0, atol=1e-4)
-    return student
+        fuse_layer(layer.self_attn, [2, 0, 3, 1], *random_rotations(layer.self_attn, generator))
+    assert (logits_of_two_texts(model) - before).abs().max() < 1e-5
 
 
 @torch.no_grad()
@@ -208,12 +135,12 @@ def test_running_layer_after_layer_is_the_model(name):
     """40 tokens see a window of 12, at positions from 0 and with a gap."""
     model, gap = tiny_model(**FAMILIES[name]), torch.arange(40) + 30 * (torch.arange(40) >= 20)
     for positions in (None, gap):
-        hidden = embedded(model, TOKENS)
+        hidden = embedded(model, TWO_TEXTS)
         for layer in model.model.layers:
             hidden = run_layer(model, layer, hidden, positions)
         places = {} if positions is None else {"position_ids": positions[None]}
-        mask = torch.ones_like(TOKENS)  # or transformers would take the gap for another sample
-        whole = model(TOKENS, attention_mask=mask, use_cache=False, **places).logits
+        mask = torch.ones_like(TWO_TEXTS)  # or transformers would take the gap for another sample
+        whole = model(TWO_TEXTS, attention_mask=mask, use_cache=False, **places).logits
         torch.testing.assert_close(logits_behind(model, hidden), whole, rtol=0, atol=1e-4)
 
 
@@ -231,8 +158,8 @@ def test_loaded_part_by_part_or_sharded_it_is_the_model(name, group_of_one, tmp_
     changes = FAMILIES[name]
     path, model = save_tiny(tmp_path / "model", **changes), tiny_model(**changes)
     layers = Layers(path, torch.float32, "cpu", layerwise=True)
-    logits = torch.stack(layers.logits(TOKENS))
-    torch.testing.assert_close(logits, logits_of(model), rtol=0, atol=1e-4)
+    logits = torch.stack(layers.logits(TWO_TEXTS))
+    torch.testing.assert_close(logits, logits_of_two_texts(model), rtol=0, atol=1e-4)
     sharded = build(load_config(path), group_of_one, Execution(), lambda name: (path, name))
     row, whole = build_row(random_samples(5), 5), Trainee(tiny_model(attn_implementation="packed", **changes))
     with torch.no_grad():
@@ -249,12 +176,12 @@ def test_a_sliding_window_that_the_class_ignores_masks_nothing(family, layerwise
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"sliding_window": 5}))
     plain = AutoModelForCausalLM.from_pretrained(path)
-    layers, expected = Layers(path, torch.float32, "cpu", layerwise), plain(TOKENS, use_cache=False).logits
-    hidden = layers.embed(TOKENS.split(1), str(tmp_path))
+    layers, expected = Layers(path, torch.float32, "cpu", layerwise), plain(TWO_TEXTS, use_cache=False).logits
+    hidden = layers.embed(TWO_TEXTS.split(1), str(tmp_path))
     for layer in layers.decoder_layers():
         layers.advance(layer, hidden)
     torch.testing.assert_close(torch.stack(list(layers.logits_of(hidden))), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(torch.stack(layers.logits(TOKENS)), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.stack(layers.logits(TWO_TEXTS)), expected, rtol=0, atol=1e-4)
 
 
 def noisy(model_type: str, **changes):
@@ -323,7 +250,7 @@ def test_packed_rows_and_generation_are_read_as_the_class_itself_reads_them(name
     model.config._experts_implementation = "eager"  # the others know no float64, in which no router wavers
     model, drawn, draw = model.double(), [], decoding.draw
     monkeypatch.setattr(decoding, "draw", lambda logits, *rest: drawn.append(logits) or draw(logits, *rest))
-    decoder, tokens = decoding.Decoder(model, 2, 40), TOKENS[:, :40]
+    decoder, tokens = decoding.Decoder(model, 2, 40), TWO_TEXTS[:, :40]
     for position in range(40):
         decoder.next(position, tokens[:, position], torch.rand(2, 1, dtype=torch.float64))
     with torch.no_grad():
@@ -335,19 +262,6 @@ def test_packed_rows_and_generation_are_read_as_the_class_itself_reads_them(name
 def checkpoint_files(directory) -> dict[str, bytes]:
     """Every file's bytes, but for the record, which holds the date."""
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "stage.json"}
-
-
-def class_model(config):
-    """A small random model of this config."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 2:
-                parameter.normal_(std=0.2)
-            elif name.endswith("bias") or "norm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 def test_one_key_value_head_leaves_nothing_to_merge():
@@ -416,5 +330,5 @@ def test_whole_run(name, inputs, tmp_path):
     assert exported.config.num_key_value_heads == 2
     heads = head_parameters(exported.model.layers[0].self_attn)
     assert len(heads["k_proj.weight"]) == 2 * geometry(exported.config).head_dim
-    ids = exported.generate(TOKENS[:, :5], max_new_tokens=30, do_sample=False, pad_token_id=0)
+    ids = exported.generate(TWO_TEXTS[:, :5], max_new_tokens=30, do_sample=False, pad_token_id=0)
     assert ids.shape[1] > 5

@@ -16,7 +16,8 @@ from common import gguf as gguf_files
 from common.errors import UserError
 from common.families import geometry
 from common.models import load_model, load_tokenizer
-from helpers import END, byte_tokenizer, expect_error, run, save_tiny, tiny_model
+from models import END, byte_tokenizer, save_tiny, tiny_model
+from runs import expect_error, run
 
 gguf = pytest.importorskip("gguf")
 Type, PRE = gguf.GGMLQuantizationType, "tokenizer.ggml.pre"

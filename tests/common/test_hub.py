@@ -8,8 +8,9 @@ from common.errors import UserError
 from common.files import files_in
 from common.layers import Layers
 from common.models import config_file, load_config, load_model, load_tokenizer, local_model
-from helpers import byte_tokenizer, expect_error, run, save_tiny, tiny_model
-from local_hub import LOGIN, RESTRICTED, serving
+from hub import LOGIN, RESTRICTED, serving
+from models import byte_tokenizer, save_tiny, tiny_model
+from runs import expect_error, run
 
 NAME = "acme/tiny"
 READ = ["README.md", "added_tokens.json", "additional_chat_templates/tools.jinja", "chat_template.jinja",

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from common.errors import UserError
 from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
-from helpers import byte_tokenizer, run, save_tiny, tiny_model
-from test_families import FAMILIES
+from models import FAMILIES, byte_tokenizer, save_tiny, tiny_model
+from runs import run
 
 TOKENS = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
 LAYERS = [f"model.layers.{index}" for index in range(3)]
@@ -162,22 +162,6 @@ def test_one_part_at_a_time_is_in_memory_in_a_whole_forward_pass(tmp_path):
     layers.logits(TOKENS)
     assert loaded == [{f"model.layers.{index}"} for index in range(3)]
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in layers.model.modules())
-
-
-class Tensors:
-    """Weights in memory, as Layers takes them."""
-
-    path = "nowhere"
-
-    def __init__(self, tensors: dict):
-        self.tensors = tensors
-
-    def names(self) -> set[str]:
-        return set(self.tensors)
-
-    def read(self, tensors: dict) -> None:
-        for name, tensor in tensors.items():
-            tensor.copy_(self.tensors[name])
 
 
 def resident() -> float:

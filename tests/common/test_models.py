@@ -21,7 +21,8 @@ from common.files import files_in
 from common.layers import Layers
 from common.models import describe, load_config, load_model, load_tokenizer, source_model
 from common.weights import fingerprint, open_checkpoint, weight_files
-from helpers import ROOT, byte_tokenizer, save_tiny, tiny_model
+from models import byte_tokenizer, save_tiny, tiny_model
+from torchrun import ROOT
 
 WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize 9976576392\n" % (b"0" * 64)

@@ -10,9 +10,9 @@ from common.method.merge import Merge, merge_layer, merged_config
 from common.method.procrustes import align_keys, key_similarity
 from common.method.rope import quarter_phase, to_complex
 from common.method.stats import key_gram
-from helpers import expect_error, run, save_tiny, tiny_model
-from students import merge_model
-from test_families import blended
+from models import save_tiny, tiny_model
+from reference import blended, merge_model
+from runs import expect_error, run
 
 
 def test_keys_that_may_only_be_flipped_are_aligned_by_flips():

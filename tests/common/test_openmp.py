@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from helpers import ROOT
+from torchrun import ROOT
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("0*_*.py"))
 for path in sorted((ROOT / "pipelines").glob("*.py")):

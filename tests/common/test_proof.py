@@ -16,8 +16,7 @@ from common.forward import Reached, attending, attention_factor, windows
 from common.head import head_of
 from common.method.rope import to_complex
 from common.models import empty_model, load_config, load_model
-from helpers import tiny_model
-from test_families import EVERY_FAMILY, FAMILIES
+from models import EVERY_FAMILY, FAMILIES, tiny_model
 
 PLAIN = {"mistral", "qwen2, GQA", "phi3", "olmo2", "gemma, tied", "granite", "olmoe"}
 

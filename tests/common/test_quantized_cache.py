@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from common.errors import UserError
 from common.quantized_cache import LAYOUTS, as_cached, from_cached, parse_cache, quantized, read_back
-from helpers import tiny_model
+from models import tiny_model
 
 HEADS = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0))
 

@@ -1,88 +1,28 @@
 """Records: whatever is edited, damaged, cut off or of another stage is refused in one line."""
 
-import copy
-import functools
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 from common import artifacts
 from common.errors import UserError
 from common.records import MERGES, STAGES, find_fault
-
-SHA = "ab" * 32
-MODEL = {"name": "m", "path": "models/m", "fingerprint": SHA,
-         "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 64}
-GROUPS = [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
-REFIT = {"ridge": 0.1, "merged": 0.3, "output": 0.2, "attention": 0.1}
-COSINES = {"key_before": 0.1, "key_after": 0.2, "value_before": -0.1, "value_after": 0.2}
-LOST = {"keys": 0.4, "values": 0.2}
-STUDENT = {"kv_heads": 2, "masks": "l0", "merge": "mean"}
-TRAINED = {"steps": 3, "batch": 4, "lr": 0.1, "loss": 0.5, "tokens": 64}
-FIELDS = {  # stage -> the fields that its record has beside those of every record
-    "01_calibrate.py": {
-        "arguments": {"text": "t"},
-        "files": {"layer-00000.safetensors": SHA, "layer-00001.safetensors": SHA, "tokens.safetensors": SHA},
-        "summary": {"tokens": 64, "sequences": 2, "length": 32, "text": "t", "sampled_tokens": 8,
-                    "positions": 64, "peak_memory_gib": 0.5},
-    },
-    "02_similarity.py": {
-        "files": {"similarity.safetensors": SHA, "pairs.png": SHA},
-        "summary": {f"{head}.{criterion}.{when}": -0.5 for head in ("key", "value")
-                    for criterion in ("cos", "dist") for when in ("before", "after")},
-    },
-    "03_group.py": {
-        "files": {"groups.png": SHA},
-        "calibration": SHA,
-        "kv_heads": 2,
-        "groups": GROUPS,
-        "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "score_default": [-1.0, -2.0],
-                    "score_found": [-1.0, -1.5]},
-    },
-    "04_align.py": {
-        "files": {"config.json": SHA, "model-00001-of-00004.safetensors": SHA},
-        "groups": GROUPS,
-        "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "rotate": "dist", "merge": "mean",
-                    "refit": "attention", "key_context": 64, "refit_layers": [REFIT, REFIT],
-                    "calibration_tokens": 64,
-                    "within_group_cosine": [COSINES, COSINES],
-                    "max_logit_difference": 1e-6, "kl": 1e-9, "perplexity_source": 9.0,
-                    "perplexity_aligned": 9.0, "perplexity_merged": 12.0,
-                    "kl_merged": 0.5, "energy_lost": [LOST, LOST]},
-    },
-    "05_prune_train.py": {
-        "arguments": {"tasks": "hub", "only": ["piqa"], "seed": 0},
-        "files": {"step-00000003/.metadata": SHA}, "summary": TRAINED | STUDENT},
-    "06_export.py": {
-        "files": {"model.safetensors": SHA},
-        "summary": {"kv_heads": 2, "dtype": "torch.float32", "class": "LlamaForCausalLM",
-                    "max_logit_difference": 0.0},
-    },
-    "07_eval.py": {
-        "device": "cpu",
-        "files": {"eval.md": SHA},
-        "summary": {},
-        "results": {"gqa": {"path": "gqa", "heads": 8, "kv_heads": 2}},
-    },
-}
-OPEN = ("flags", "arguments", "packages")  # objects whose names are free
-
-
-def valid(stage: str) -> dict:
-    """A record that every stage accepts."""
-    every = {"stage": stage, "directory": "/r", "flags": {"seed": 0}, "arguments": {"run": "r"},
-             "model": MODEL, "inputs": {"calibration": SHA}, "packages": {"torch": "2"}, "commit": None,
-             "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00"}
-    return copy.deepcopy(every | FIELDS[stage])
-
-
-def write(directory: Path, record) -> str:
-    directory.mkdir(exist_ok=True)
-    text = record if isinstance(record, bytes) else json.dumps(record).encode()
-    (directory / "stage.json").write_bytes(text)
-    return str(directory)
+from runs import (
+    COSINES,
+    FIELDS,
+    GROUPS,
+    LOST,
+    MODEL,
+    SHA,
+    STUDENT,
+    TRAINED,
+    at,
+    changed,
+    places,
+    valid,
+    write,
+)
 
 
 def refusal(path: str, stage: str) -> str:
@@ -92,31 +32,6 @@ def refusal(path: str, stage: str) -> str:
     message = str(refused.value)
     assert "\n" not in message and len(message) < 1000 and path in message and message.isprintable()
     return message
-
-
-def places(value, prefix: tuple = (), closed=OPEN):
-    """Every place in a record, as the names and indices that lead to it, but those in `closed` objects."""
-    if prefix:
-        yield prefix
-    if prefix and prefix[-1] in closed:
-        return
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from places(item, (*prefix, key), closed)
-
-
-def changed(record: dict, place: tuple, value=None, remove: bool = False) -> dict:
-    record = copy.deepcopy(record)
-    parent = at(record, place[:-1])
-    if remove:
-        del parent[place[-1]]
-    else:
-        parent[place[-1]] = value
-    return record
-
-
-def at(record, place: tuple):
-    return functools.reduce(lambda value, key: value[key], place, record)
 
 
 WRONG = {str: 3, bool: "true", int: "3", float: math.nan, list: {}, dict: "x"}  # type -> none of its kind

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from common import artifacts, files
 from common.errors import UserError
-from test_artifacts import contents
-from test_records import valid
+from runs import contents, valid
 
 
 def write(path: Path, text: str, record: bool = True) -> None:

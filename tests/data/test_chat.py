@@ -5,8 +5,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.compared import read_chats
 from common.data import chat
@@ -14,68 +12,11 @@ from common.data.chat import load_chats
 from common.data.rows import Sample
 from common.data.text import EVALUATION, HELDOUT, TRAIN, TooShort
 from common.errors import UserError
-from helpers import END, byte_tokenizer
+from models import CHATML, LLAMA2, MARKED, THOUGHT, byte_tokenizer, chatml_tokenizer, llama2_tokenizer
+from runs import messages, save_chats
 
-TURN = "{{ message['content'] + '<|im_end|>\n' }}"
-CHATML = ("{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
-          "{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
-          "{{ '<|im_start|>' + message['role'] + '\n' }}" + TURN + "{% endfor %}"
-          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-# the same text, with transformers' marks around what the assistant generates
-MARKED = CHATML.replace(TURN, "{% if message['role'] == 'assistant' %}{% generation %}" + TURN +
-                        "{% endgeneration %}{% else %}" + TURN + "{% endif %}")
-LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
-          "{% set messages = messages[1:] %}{% endif %}{% for message in messages %}"
-          "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-          "{{ raise_exception('Conversation roles must alternate user/assistant/user/...') }}{% endif %}"
-          "{% if loop.index0 == 0 and system is defined %}"
-          "{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + message['content'] %}"
-          "{% else %}{% set content = message['content'] %}{% endif %}"
-          "{% if message['role'] == 'user' %}"
-          "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
-          "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}"
-          "{% endif %}{% endfor %}")
 CHAT = [("system", "Obey."), ("user", "Hi!"), ("assistant", "Hello, ça va?"), ("user", "日本語 🙂"),
         ("assistant", " leading\n\nand trailing \n"), ("assistant", "once more")]
-
-
-def chatml_tokenizer(template: str = CHATML):
-    """Bytes; two line ends in a row, or a line end and a double quote, are one token. It begins a text with
-    <eos>, which no chat begins with unless its template says so.
-    """
-    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "ĊĊ", 'Ċ"']
-    vocabulary = {token: index for index, token in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ"), ("Ċ", '"')]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A",
-                                                             special_tokens=[("<eos>", END)])
-    marks = [AddedToken(mark, normalized=False) for mark in ("<|im_start|>", "<|im_end|>")]
-    tokenizer.add_special_tokens(marks)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>",
-                                                chat_template=template)
-
-
-def llama2_tokenizer():
-    """A blank before the text and blanks as parts of words, as in Llama 2."""
-    characters = sorted(set("▁[]/<>INSTYinstalhelo, wrd!.ObyHmue\n'?A"))
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {c: i for i, c in enumerate(characters, 3)}
-    merges = [("▁", "H"), ("▁", "▁")]
-    vocabulary |= {a + b: len(vocabulary) + i for i, (a, b) in enumerate(merges)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
-                                                unk_token="<unk>", chat_template=LLAMA2)
-
-
-def messages(*turns: tuple[str, str]) -> list[dict]:
-    return [{"role": role, "content": content} for role, content in turns]
-
-
-def save_chats(path, *chats) -> str:
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    return str(path)
 
 
 def loaded(tmp_path, tokenizer, *chats, longest: int = 1000):
@@ -137,13 +78,6 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_sample_per_answer(tmp_pa
     assert answers == ["<think>x</think>b<|im_end|>\n", "<think>y</think>d<|im_end|>\n"]
     assert "x" not in texts(samples[1], tokenizer)[0] and "b" in texts(samples[1], tokenizer)[0]
     assert "2 chats in 3 samples, 3 answers; 0 cut" in description
-
-
-# like DeepSeek-R1's: the generation prompt opens a thought, and finished turns show none
-THOUGHT = ("{% for message in messages %}{% if message['role'] == 'user' %}"
-           "{{ '<|im_start|>' + message['content'] }}{% else %}"
-           "{{ '<|im_end|>' + message['content'].split('</think>')[-1] + '<eos>' }}{% endif %}{% endfor %}"
-           "{% if add_generation_prompt %}{{ '<|im_end|><think>\n' }}{% endif %}")
 
 
 def test_an_answer_begins_where_its_generation_prompt_would_open_a_thought(tmp_path):

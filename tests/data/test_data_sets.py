@@ -10,10 +10,9 @@ from common.data.rows import read_rows
 from common.data.sources import check_sources, hub_commits
 from common.data.text import EVALUATION, HELDOUT, TRAIN, digests_of, read_documents
 from common.errors import UserError
-from helpers import expect_error, run
-from local_hub import LOGIN, RESTRICTED, save_data_set, serving
-from test_chat import chatml_tokenizer, messages, save_chats
-from test_text import save_lines
+from hub import LOGIN, RESTRICTED, save_data_set, serving
+from models import chatml_tokenizer
+from runs import expect_error, messages, run, save_chats, save_lines
 
 DOCUMENTS = [f"document {number}" for number in range(60)]
 CHATS = [messages(("user", f"{number}?"), ("assistant", str(number))) for number in range(60)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.data import demo
-from helpers import recipe
+from runs import recipe
 
 
 def digests(directory: Path) -> dict[str, str]:

@@ -23,9 +23,17 @@ from common.data.text import EVALUATION, HELDOUT, load_tokens
 from common.errors import UserError
 from common.families import geometry
 from common.models import load_config, load_tokenizer
-from helpers import END, GROUPING, byte_tokenizer, copy_run, expect_error, run, tiny_model
-from test_chat import CHATML, THOUGHT, chatml_tokenizer, llama2_tokenizer, messages, save_chats
-from test_families import FAMILIES
+from models import (
+    CHATML,
+    END,
+    FAMILIES,
+    THOUGHT,
+    byte_tokenizer,
+    chatml_tokenizer,
+    llama2_tokenizer,
+    tiny_model,
+)
+from runs import GROUPING, copy_run, expect_error, messages, run, save_chats
 
 
 def logits_of(model, rows: np.ndarray) -> torch.Tensor:

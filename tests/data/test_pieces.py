@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common.data import text
 from common.data.text import token_lists
-from helpers import byte_tokenizer
+from models import byte_tokenizer
 
 WORDS = "the cat sat on a mat, and it's then 1234567 that every one wasn't found; naïve Größe 東京 🙂🙃"
 LLAMA_3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

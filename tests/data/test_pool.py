@@ -33,10 +33,21 @@ from common.training.heldout import heldout_texts, load_heldout
 from common.training.settings import read
 from common.training.sharding import Execution
 from common.weights import open_checkpoint
-from helpers import GROUPING, copy_run, expect_error, run
-from local_hub import save_data_set, serving
-from test_chat import messages, save_chats
-from training_runs import STAGE, assert_same_bits, assert_same_training, final_weights, metrics, stop
+from hub import save_data_set, serving
+from runs import (
+    GROUPING,
+    STAGE,
+    assert_same_bits,
+    assert_same_training,
+    copy_run,
+    expect_error,
+    final_weights,
+    messages,
+    metrics,
+    run,
+    save_chats,
+    stop,
+)
 
 CHATML = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
           "{% if add_generation_prompt %}<assistant>{% endif %}")

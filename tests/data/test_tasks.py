@@ -11,7 +11,8 @@ from common.data import tasks
 from common.data.rows import Sample
 from common.data.tasks import TASKS, choice_samples, example_from_row, load_task, tokenize
 from common.errors import UserError
-from helpers import END, byte_tokenizer, task_rows
+from models import END, byte_tokenizer
+from runs import task_rows
 
 LISTED = {
     "question": "What is 1 + 1?",

@@ -18,7 +18,8 @@ from common.data import text
 from common.data.sources import unread_length
 from common.data.text import EVALUATION, HELDOUT, TRAIN, TextSamples, TooShort, load_tokens, write_text_tokens
 from common.errors import UserError
-from helpers import END, byte_tokenizer
+from models import END, byte_tokenizer
+from runs import save_lines
 
 DOCUMENTS = ["a" * 20, "b" * 50, "c" * 10, "d" * 30]
 
@@ -31,11 +32,6 @@ def documents(request, tmp_path):
         return str(path)
     lines = Path(save_lines(path, DOCUMENTS)).read_bytes()
     path.write_bytes(gzip.compress(lines) if request.param.endswith("gz") else lines)
-    return str(path)
-
-
-def save_lines(path, documents) -> str:
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     return str(path)
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from common.method.grouping import anneal, combine, default_groups, propose_swap, score
-from helpers import all_groupings
 from paper import eq_24
+from reference import all_groupings
 
 
 def random_similarity(layers: int, heads: int, seed: int = 0) -> np.ndarray:

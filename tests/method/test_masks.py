@@ -6,9 +6,8 @@ import torch
 import paper
 from common.method import masks
 from common.training.mask_state import Masks
-from helpers import tiny_model
-from students import merge_model
-from test_families import blended, logits_of
+from models import tiny_model
+from reference import blended, logits_of_two_texts, merge_model
 
 TOKENS = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(0))
 
@@ -120,7 +119,7 @@ def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias, n
     AdamW has no state for a parameter without a gradient, and a resumed run expects some for each.
     """
     aligned, student = patched(bias, names)
-    assert (logits_of(student) - logits_of(aligned)).abs().max() > 1e-2
+    assert (logits_of_two_texts(student) - logits_of_two_texts(aligned)).abs().max() > 1e-2
     masks.set_masks(student, torch.full((3, 8), 0.5))
     student(TOKENS).logits.square().sum().backward()
     assert not [name for name, parameter in student.named_parameters() if parameter.grad is None]

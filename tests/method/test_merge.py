@@ -17,8 +17,8 @@ from common.method.merge import (
 )
 from common.method.rope import to_matrix
 from common.method.stats import LayerGrams, LayerStats
-from helpers import tiny_model
-from students import plain_merge
+from models import tiny_model
+from reference import plain_merge
 
 
 def random_rotations(heads: int, size: int):

@@ -12,17 +12,9 @@ from common.method import procrustes, stats
 from common.method.procrustes import align_keys, align_values, best_phases, polar
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, key_gram, to_unit
+from reference import correlated, value_gram
 
 N, H, D = 300, 4, 8
-
-
-def correlated(seed: int, count: int, noise: float) -> torch.Tensor:
-    """Head vectors [n, count, d] that are maps of one source, and noise."""
-    generator = torch.Generator().manual_seed(seed)
-    source = torch.randn(N, 1, D, generator=generator, dtype=torch.float64)
-    maps = torch.randn(count, D, D, generator=generator, dtype=torch.float64)
-    rest = torch.randn(N, count, D, generator=generator, dtype=torch.float64)
-    return torch.einsum("nzd,hde->nhe", source, maps) + noise * rest
 
 
 @pytest.fixture
@@ -43,11 +35,6 @@ def test_similarity_equals_direct_formulas(heads, criterion):
         for ours, rotation in ((values, torch.from_numpy(best).T), (keys, paper.key_rotation(x, y))):
             expected = before, float(direct(x, y, rotation))
             assert [float(matrix[i, j]) for matrix in ours] == pytest.approx(expected, abs=1e-10)
-
-
-def value_gram(values: torch.Tensor) -> torch.Tensor:
-    """The definition: C[i, j] = sum_n v_i v_j^T of values [n, H, d]."""
-    return torch.einsum("nia,njb->ijab", values, values)
 
 
 def complex_gram(keys: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from common.method import masks, released_masks
 from common.training import students
 from common.training.mask_state import ReleasedMasks
 from common.training.students import Rates
-from students import masked_student, rates
+from reference import masked_student, rates
 
 
 def test_masks_their_sizes_and_their_gradients_as_released():

@@ -6,7 +6,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from common.families import norm_kind
 from common.method.rope import free_pairs, quarter_phase, rotate_pairs, to_complex, to_real, unit_phase
-from helpers import tiny_model
+from models import tiny_model
 
 
 def test_rope_multiplies_pairs_by_unit_numbers():

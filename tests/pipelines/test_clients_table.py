@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from helpers import recipe
 from pipelines.clients import TOLERANCE, Result, compare, worse
+from runs import recipe
 
 LOGITS = np.array([[3.0, -4.0, 1.0], [0.5, 2.0, -1.0]], np.float32)
 EXPECTED = {"logits": LOGITS, "greedy": [[1, 2, 0], [2, 2, 1]], "tokenized": [[5, 6], [7], [8]]}

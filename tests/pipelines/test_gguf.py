@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from helpers import recipe, run, tiny_model
+from models import tiny_model
+from runs import recipe, run
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 8, 2, 8, 320
 FAMILIES = "llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3"  # for Gemma and Phi-3 llama.cpp's

@@ -7,8 +7,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from common.data.tasks import example_from_row
-from helpers import byte_tokenizer, copy_run, expect_error, recipe, run, save_tiny, task_rows
+from models import byte_tokenizer, save_tiny
 from pipelines import harness_tasks as harness
+from runs import copy_run, expect_error, recipe, run, task_rows
 
 WRITE, COMPARE = "pipelines/harness_tasks.py", "pipelines/harness_check.py"
 QUESTIONS = {task: {index: example_from_row(task, row) for index, row in enumerate(rows)}

@@ -13,9 +13,11 @@ from common.calibration import Calibration
 from common.errors import UserError
 from common.proof import require_convertible
 from common.records import MERGES
-from helpers import ROOT, run, save_tiny, tiny_model
+from models import save_tiny, tiny_model
 from pipelines import in_memory
 from pipelines.in_memory import convert
+from runs import run
+from torchrun import ROOT
 
 TOKENS = torch.randint(0, 256, (4, 24), generator=torch.Generator().manual_seed(3))
 MODELS = [

@@ -9,8 +9,9 @@ import pytest
 
 from common.data.tasks import TASKS
 from common.training.engine import epochs_to_steps
-from helpers import recipe, save_tiny
+from models import save_tiny
 from pipelines import table6
+from runs import recipe
 
 ROWS = ["baseline", "default-cos", "default-dist", "key-cos", "key-dist", "value-cos", "value-dist"]
 RECIPES = ["llama2_7b.sh", "sheared_llama_1.3b.sh", "table1.sh", "table2.sh"]

@@ -9,9 +9,9 @@ import pytest
 
 from common.data.tasks import TASKS
 from common.training.engine import epochs_to_steps
-from helpers import ROOT, run
 from pipelines import published
-from test_records import valid
+from runs import run, valid
+from torchrun import ROOT
 
 PAGE = (ROOT / "docs/paper.md").read_text()
 ROWS = [[cell.strip(" `") for cell in line.split("|")[1:-1]]

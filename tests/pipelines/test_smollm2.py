@@ -6,8 +6,10 @@ import random
 import pytest
 
 from common.errors import UserError
-from helpers import ROOT, recipe, save_tiny
+from models import save_tiny
 from pipelines import smollm2
+from runs import recipe
+from torchrun import ROOT
 
 
 def test_a_file_is_halved(tmp_path):

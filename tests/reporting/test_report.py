@@ -12,8 +12,7 @@ from common.errors import UserError
 from common.files import write_json
 from common.reporting import report
 from common.reporting.tables import cell, flatten, label
-from test_records import valid
-from training_runs import flags
+from runs import flags, valid
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJ"
                          "RU5ErkJggg==")

@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from helpers import ROOT
+from torchrun import ROOT
 
 AUDITS = [ROOT / "AUDIT.md", ROOT / "docs/mathematics.md", *sorted(ROOT.glob("related/*/README.md"))]
 

@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from helpers import ROOT
+from torchrun import ROOT
 
 RESULTS, REAL = "bench/RESULTS.md", "docs/smollm2.md"
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"

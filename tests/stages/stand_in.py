@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-import helpers
+import runs
 
 ROUNDING = 5e-7  # relative, of float32: sums in another order, as a GPU's kernels take them
 NOISY = (F.linear, F.scaled_dot_product_attention)
@@ -27,6 +27,6 @@ class Rounding(TorchFunctionMode):
 
 
 def run(command: str, *arguments, device: str | None = None, **options):
-    """helpers.run: as on a GPU if the device is the stand-in, or the arguments have it after --device."""
+    """runs.run: as on a GPU if the device is the stand-in, or the arguments have it after --device."""
     with Rounding() if any(isinstance(each, StandIn) for each in (device, *arguments)) else nullcontext():
-        return helpers.run(command, *arguments, **options)
+        return runs.run(command, *arguments, **options)

@@ -1,6 +1,5 @@
 """Stage 4 and the rotations it finds, against explicit vectors, plain transformers and deliberate faults."""
 
-import hashlib
 import importlib
 import json
 import sys
@@ -24,9 +23,9 @@ from common.method.procrustes import align_keys, align_layer, align_values, with
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, key_gram, to_unit
 from common.proof import attach_pairs
-from helpers import calibrated_layer, copy_run, expect_error, run, save_tiny, tiny_model
-from students import merge_model
-from test_procrustes import correlated, value_gram
+from models import save_tiny, tiny_model
+from reference import correlated, merge_model, value_gram
+from runs import calibrated_layer, checkpoint_digests, copy_run, expect_error, run
 
 stage4 = importlib.import_module("04_align")
 H, D = 6, 8
@@ -102,11 +101,6 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def digests(home: Path) -> dict[str, str]:
-    return {str(file.relative_to(home)): hashlib.sha256(file.read_bytes()).hexdigest()
-            for name in ("aligned", "merged") for file in (home / name).rglob("*")}
-
-
 @pytest.mark.parametrize(("criterion", "flags", "context"), [
     ("dist", ["--merge", "closed-form", "--key-context", 20], 20),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
@@ -161,7 +155,8 @@ def test_layer_by_layer_and_again_the_same_bytes(aligned_run, tmp_path):
     home, written = copy_run(aligned_run, tmp_path / "run"), []
     for flags in ([], ["--layerwise"]):
         run("04_align.py", "--run", home, "--force", "--merge", "closed-form", "--refit", "attention", *flags)
-        written.append({file: sha for file, sha in digests(home).items() if not file.endswith("stage.json")})
+        found = checkpoint_digests(home)
+        written.append({file: sha for file, sha in found.items() if not file.endswith("stage.json")})
     assert written[0] == written[1]
 
 
@@ -215,7 +210,7 @@ def test_the_refit_reads_what_the_calibration_did_or_an_even_part_of_it(
 def test_nothing_is_written_when_the_model_changed(request, tmp_path, monkeypatch, source, fault):
     """In memory, or on its way to the disk. Queries absorb a reflected key pair; RoPE does not commute."""
     home = copy_run(request.getfixturevalue(source), tmp_path / "run")
-    before, fuse_layer, write = digests(home), fuse.fuse_layer, layers.CheckpointWriter.write
+    before, fuse_layer, write = checkpoint_digests(home), fuse.fuse_layer, layers.CheckpointWriter.write
 
     def fused(attention, *arguments):
         fuse_layer(attention, *arguments)
@@ -235,7 +230,7 @@ def test_nothing_is_written_when_the_model_changed(request, tmp_path, monkeypatc
     done = run("04_align.py", "--run", home, "--force", fails=True)
     assert "the aligned model is not the source model" in done.stderr
     assert ("found nan" in done.stderr) == (fault == "overflowing")
-    assert digests(home) == before and not list(home.glob(".*.unfinished"))
+    assert checkpoint_digests(home) == before and not list(home.glob(".*.unfinished"))
 
 
 @pytest.mark.parametrize("largest", [1, 1000])
@@ -308,7 +303,7 @@ def test_a_source_in_the_place_of_the_outputs_is_refused(aligned_run, inputs, tm
         "--sequences", 2, "--length", 20)
     run("02_similarity.py", "--run", other)
     run("03_group.py", "--run", other, "--kv-heads", 1)
-    before = digests(home)
+    before = checkpoint_digests(home)
     expect_error("expected another directory than that of the source model", "04_align.py", "--run", home,
                  "--calibration", other / "calibration", "--groups", other / "groups.json", "--force")
-    assert digests(home) == before
+    assert checkpoint_digests(home) == before

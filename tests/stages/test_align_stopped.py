@@ -11,8 +11,7 @@ import pytest
 from common.artifacts import check_input, read_record
 from common.closed_form import refit as refitting
 from common.errors import UserError
-from helpers import copy_run, run, run_in_process
-from test_align import digests
+from runs import checkpoint_digests, copy_run, run, run_in_process
 
 REFIT = ["--merge", "closed-form", "--refit", "attention", "--refit-sequences", 6]
 RENAMES = 13  # a record and a directory for aligned/ and three layers, aligned/, and again two of each
@@ -83,7 +82,7 @@ def test_an_interrupted_force_leaves_no_mixed_pair_unnoticed(aligned_run, tmp_pa
     home = copy_run(aligned_run, tmp_path / "run")
     assert stopped(home, rename, ["--rotate", "none", "--force"])
     if rename < 8:
-        assert digests(home) == digests(aligned_run)
+        assert checkpoint_digests(home) == checkpoint_digests(aligned_run)
     else:
         with pytest.raises(UserError, match="expected the artifact that 04_align.py read"):
             check_input(read_record(str(home / "merged"), "04_align.py"), str(home / "aligned"))

@@ -21,18 +21,8 @@ from common.errors import UserError
 from common.metrics import TASK_SET
 from common.models import bos_prefix, load_model, load_tokenizer
 from common.training.heldout import heldout_texts, load_heldout
-from helpers import (
-    END,
-    GROUPING,
-    TRAINING,
-    byte_tokenizer,
-    calibrated_layer,
-    copy_run,
-    expect_error,
-    run,
-    save_tiny,
-)
-from tiny_run import digests, read
+from models import END, byte_tokenizer, save_tiny
+from runs import GROUPING, TRAINING, calibrated_layer, copy_run, digests, expect_error, read, run
 
 SEQUENCES, LENGTH = 6, 24
 ROWS = 60  # of generated text: more tokens than a row begin them

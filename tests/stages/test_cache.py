@@ -5,8 +5,8 @@ import torch
 
 from common.models import load_model
 from common.quantized_cache import LAYOUTS, parse_cache, quantized
-from helpers import calibrate_arguments, evaluate_arguments, expect_error, run, save_tiny
-from tiny_run import digests, read
+from models import save_tiny
+from runs import calibrate_arguments, digests, evaluate_arguments, expect_error, read, run
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,10 @@ import textwrap
 
 import pytest
 
-from helpers import byte_tokenizer, run, tiny_model
+from models import byte_tokenizer, tiny_model
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
+from runs import run
 
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")

@@ -21,15 +21,8 @@ from common.data.rows import Sample
 from common.data.tasks import example_from_row
 from common.errors import UserError
 from common.evaluate import require_finite
-from helpers import (
-    byte_tokenizer,
-    copy_run,
-    evaluate_arguments,
-    expect_error,
-    run,
-    save_tiny,
-    tiny_model,
-)
+from models import byte_tokenizer, save_tiny, tiny_model
+from runs import copy_run, evaluate_arguments, expect_error, run
 
 stage7 = importlib.import_module("07_eval")
 

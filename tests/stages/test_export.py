@@ -16,7 +16,8 @@ from common.files import sha256
 from common.layers import Layers
 from common.training import checkpoints
 from common.training.checkpoints import DIGESTS, TrainedWeights, saved_checkpoints, step_of
-from helpers import byte_tokenizer, copy_run, expect_error, run
+from models import byte_tokenizer
+from runs import copy_run, expect_error, run
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

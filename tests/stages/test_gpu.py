@@ -19,6 +19,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --determinist
 import pytest
 import torch
 from safetensors.torch import load_file
+from stand_in import StandIn, run
 from transformers.utils import is_flash_attn_2_available
 
 from common import attention, models
@@ -37,34 +38,29 @@ from common.training.checkpoints import saved_checkpoints
 from common.training.engine import STOPPED, Step, clip_gradients
 from common.training.packing import build_row
 from common.training.sharding import Execution
-from helpers import (
+from models import save_tiny, tiny_model
+from reference import SCHEDULE, gqa_student, half_masked_student, random_samples, varlen_formula
+from runs import (
     GROUPING,
+    STAGE,
     TRAINING,
+    assert_same_bits,
+    assert_same_training,
     calibrate_arguments,
     calibrated_layer,
     copy_run,
+    digests,
     evaluate_arguments,
-    save_tiny,
-    tiny_model,
-)
-from stand_in import StandIn, run
-from students import SCHEDULE, gqa_student, half_masked_student
-from test_attention import varlen_formula
-from test_packing import random_samples
-from tiny_run import digests, read
-from training_runs import (
-    STAGE,
-    assert_same_bits,
-    assert_same_training,
     final_weights,
     interrupt,
-    kill,
     metrics,
+    read,
     start,
     train_on_two_nodes,
     wait_for_step,
     with_teacher,
 )
+from torchrun import kill
 
 DEVICE = StandIn("cpu") if os.environ.get("GPU_TESTS_ON") == "cpu" else "cuda"
 GPUS = torch.cuda.device_count() or 2  # ranks of a run on all GPUs; on a CPU two

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import TRAINING, calibrate_arguments, copy_run, evaluate_arguments, expect_error
-from tiny_run import STAGES
+from runs import STAGES, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, expect_error
 
 NOT_RECORDED = "its content does not match its record"
 LAYER = "calibration/layer-00001.safetensors"

@@ -23,9 +23,19 @@ from common.training import checkpoints, sharding
 from common.training import plan as budget
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
-from helpers import TRAINING, copy_run, expect_error, run
-from students import stage5
-from training_runs import STAGE, assert_same_bits, interrupt, stop, train_arguments, with_teacher
+from reference import stage5
+from runs import (
+    STAGE,
+    TRAINING,
+    assert_same_bits,
+    copy_run,
+    expect_error,
+    interrupt,
+    run,
+    stop,
+    train_arguments,
+    with_teacher,
+)
 
 
 def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch):

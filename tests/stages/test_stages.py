@@ -15,17 +15,9 @@ from common.data.sources import DataContext, read_unread
 from common.data.text import HELDOUT, load_tokens, write_array
 from common.errors import UserError
 from common.reporting import plots
-from helpers import (
-    GROUPING,
-    all_groupings,
-    byte_tokenizer,
-    calibrate_arguments,
-    calibrated_layer,
-    expect_error,
-    run,
-    tiny_model,
-)
-from tiny_run import HEADS, LAYERS, SIZE, read
+from models import byte_tokenizer, tiny_model
+from reference import all_groupings
+from runs import GROUPING, HEADS, LAYERS, SIZE, calibrate_arguments, calibrated_layer, expect_error, read, run
 
 TOKENS = 512  # of the text of `inputs`; every one is sampled
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from helpers import ROOT
+from torchrun import ROOT
 
 SEVERAL_PROCESSES = ("all_gpus", "two_nodes", "goes_on_on_all")
 

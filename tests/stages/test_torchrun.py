@@ -18,16 +18,16 @@ from torch.distributed.run import get_args_parser
 
 from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints
-from helpers import GROUPING, ROOT, TRAINING, copy_run, run, save_tiny
-from test_families import FAMILIES
-from training_runs import (
+from models import FAMILIES, save_tiny
+from runs import (
+    GROUPING,
     STAGE,
+    TRAINING,
     assert_same_bits,
     assert_same_training,
-    kill,
+    copy_run,
     metrics,
-    ranks_of,
-    run_script,
+    run,
     saved_files,
     start,
     stop,
@@ -35,6 +35,7 @@ from training_runs import (
     wait_for_step,
     with_teacher,
 )
+from torchrun import ROOT, kill, ranks_of, run_script
 
 SHARED = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
 

@@ -7,9 +7,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers import GROUPING, TRAINING, calibrate_arguments, copy_run, run
-from tiny_run import LAYERS, SIZE, STAGES, digests, read
-from training_runs import final_weights, metrics
+from runs import (
+    GROUPING,
+    LAYERS,
+    SIZE,
+    STAGES,
+    TRAINING,
+    calibrate_arguments,
+    copy_run,
+    digests,
+    final_weights,
+    metrics,
+    read,
+    run,
+)
 
 
 def test_whole_run(finished_run):

@@ -3,14 +3,12 @@
 The kernel runs on GPUs alone (see test_gpu.py). Here a direct formula with its signature takes its place.
 """
 
-import inspect
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from common import attention
 from common.attention import packed_attention
@@ -18,32 +16,8 @@ from common.families import needs_eager
 from common.training import attention as training_attention
 from common.training.attention import Trainee, varlen_applies
 from common.training.packing import build_row
-from helpers import tiny_model
-from test_families import FAMILIES, QUICK
-from test_packing import random_samples
-
-
-def varlen_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
-                   enable_gqa=False):
-    """varlen_attn as its documentation describes it: softmax of each sample's scores within the window."""
-    arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
-    options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
-    inspect.signature(varlen_attn).bind(*arguments, **options)
-    for starts, longest in ((cu_seq_q, max_q), (cu_seq_k, max_k)):
-        assert starts.dtype == torch.int32 and starts[0] == 0 and starts[-1] == len(query)
-        assert longest == starts.diff().max()
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
-    before, after = (reach if reach >= 0 else len(query) for reach in window_size)
-    scale, outputs = scale or query.shape[-1] ** -0.5, []
-    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        q, k, v = (states[start:end].transpose(0, 1) for states in (query, key, value))
-        position = torch.arange(end - start)
-        distance = position[:, None] - position
-        outside = (distance > before) | (distance < -after)
-        scores = (q @ k.transpose(1, 2) * scale).masked_fill(outside, -torch.inf)
-        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(outputs)
+from models import FAMILIES, QUICK, tiny_model
+from reference import random_samples, varlen_formula
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from common.models import load_config
 from common.training import checkpoints
 from common.training.engine import Job, make_optimizer
 from common.training.sharding import Execution, build
-from helpers import save_tiny
-from training_runs import flip
+from models import save_tiny
+from runs import flip
 
 
 def new_job(source: str, directory, ranks, shift: float = 0.0) -> Job:

@@ -6,7 +6,7 @@ import torch
 from common.errors import UserError
 from common.training.conversion import read_conversion
 from common.training.sharding import Ranks
-from helpers import copy_run, run
+from runs import copy_run, run
 
 
 @pytest.mark.parametrize("flags, blended", [

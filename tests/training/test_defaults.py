@@ -22,10 +22,9 @@ from common.training.engine import Schedule, batch_for, epochs_to_steps, publish
 from common.training.heldout import QUESTIONS
 from common.training.plan import longest_share
 from common.training.sharding import Execution, Ranks
-from helpers import tiny_model
-from students import SCHEDULE, stage5
-from test_families import FAMILIES
-from training_runs import flags
+from models import FAMILIES, tiny_model
+from reference import SCHEDULE, stage5
+from runs import flags
 
 PUBLISHED, WITHOUT_TASKS, OF_DEMO = (
     {flag.attribute: flag.default[column] for rows in stage5.FLAGS.values() for flag in rows

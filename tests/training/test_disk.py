@@ -6,8 +6,7 @@ from common.models import load_config
 from common.training import checkpoints, disk
 from common.training.mask_state import switch_step
 from common.training.plan import Student, Workload
-from helpers import TRAINING, copy_run, run
-from training_runs import STAGE, with_teacher
+from runs import STAGE, TRAINING, copy_run, run, with_teacher
 
 # of what is measured are names and shapes in safetensors files, for a model of 60,000 parameters, and AdamW's
 # counts of steps

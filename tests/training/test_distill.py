@@ -11,7 +11,7 @@ from common.method.losses import next_token_loss
 from common.training.engine import Job
 from common.training.mask_state import SWITCH, Masks, switch_step
 from common.training.packing import build_row
-from students import (
+from reference import (
     ALONE,
     SAMPLES,
     SCHEDULE,

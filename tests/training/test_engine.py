@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data.rows import Sample
 from common.errors import UserError
@@ -22,8 +21,8 @@ from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
 from common.training.packing import build_row, rows_of_step, split_over_ranks
 from common.training.sharding import Ranks
-from helpers import save_tiny, tiny_model
-from students import ALONE, SCHEDULE, built, gqa_student, half_masked_student
+from models import save_tiny, tiny_model
+from reference import ALONE, SCHEDULE, Operations, built, gqa_student, half_masked_student
 
 SAMPLES = [Sample((1, 2), (3,)), Sample((4, 5, 6), (7,))]
 
@@ -139,18 +138,6 @@ def test_the_loop_trains_with_the_scheduled_rate_and_clipped_gradients(job):
                     parameter -= 1e-3 * schedule.rate(step) * parameter.grad
     for ours, theirs in zip(job.trainee.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
-
-
-class Operations(TorchDispatchMode):
-    """The names of the operations in a block, in order."""
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.names.append(str(function))
-        return function(*arguments, **(options or {}))
-
-    def __enter__(self):
-        self.names = []
-        return super().__enter__()
 
 
 @pytest.mark.parametrize("make_student", [

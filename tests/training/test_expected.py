@@ -12,8 +12,8 @@ from common.errors import UserError
 from common.models import load_config, load_tokenizer
 from common.proof import require_convertible
 from common.training import expected
-from helpers import ROOT, copy_run, expect_error, run
-from training_runs import STAGE
+from runs import STAGE, copy_run, expect_error, run
+from torchrun import ROOT
 
 PLAN = ["--plan", "8xA100-80GB"]
 # hidden size, width of MLPs, layers, heads and kv heads

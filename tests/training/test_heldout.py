@@ -29,26 +29,22 @@ from common.training import plan as budget
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.engine import Step, steps
 from common.training.heldout import Heldout, heldout_texts, load_heldout
-from helpers import TRAINING as TRAINING_FLAGS
-from helpers import copy_run, expect_error, run, tiny_model
-from students import ALONE, NOTHING, SAMPLES, SCHEDULE, gqa_student, half_masked_student
-from test_packing import random_samples
-from training_runs import MEASURED, STAGE, run_script, with_teacher
+from models import tiny_model
+from reference import (
+    ALONE,
+    HELDOUT,
+    NOTHING,
+    SAMPLES,
+    SCHEDULE,
+    gqa_student,
+    half_masked_student,
+    measured,
+)
+from runs import MEASURED, STAGE, copy_run, expect_error, run, with_teacher
+from runs import TRAINING as TRAINING_FLAGS
+from torchrun import run_script
 
 NAMES = ("kl", "loss", "teacher_loss", "agreement")
-
-
-def heldout_sets() -> dict[str, list[Sample]]:
-    """Texts; and questions with a chat among them, whose answers are told apart.
-
-    Of these seeds the tiny student and its teacher agree on a token here and there.
-    """
-    texts = [Sample(sample.prompt) for sample in random_samples(5, seed=27)]
-    chat = Sample(*(segment for sample in random_samples(2, seed=1) for segment in sample.segments))
-    return {TEXT_SET: texts, TASK_SET: [*random_samples(6, seed=27), chat]}
-
-
-HELDOUT = Heldout(heldout_sets(), every=2)
 
 
 @torch.no_grad()
@@ -67,12 +63,6 @@ def metrics_by_sample(student, teacher, sets: dict[str, list[Sample]]) -> dict[s
                 columns[name] += (-model[range(len(ids) - 1), ids[1:]])[wanted].tolist()
             columns["agreement"] += (ours.argmax(-1) == theirs.argmax(-1))[wanted].tolist()
         figures |= {f"{prefix}_{name}": sum(column) / len(column) for name, column in columns.items()}
-    return figures
-
-
-def measured(student) -> dict[str, float]:
-    figures = HELDOUT.metrics(student.job, student.teacher, SCHEDULE)
-    assert figures.pop("heldout_seconds") > 0
     return figures
 
 
@@ -165,8 +155,7 @@ import sys
 from pathlib import Path
 
 from common.training.sharding import joined_ranks
-from students import gqa_student, half_masked_student
-from test_heldout import measured
+from reference import gqa_student, half_masked_student, measured
 
 home = Path(sys.argv[1])
 with joined_ranks() as ranks:

@@ -22,7 +22,7 @@ from common.training import sharding, students
 from common.training.attention import Trainee
 from common.training.packing import build_row
 from common.training.sharding import Execution, Ranks, build, reduce_gradients
-from students import RATES, pretended_ranks
+from reference import RATES, pretended_ranks
 
 SHAPES = {"1.3b": (2048, 5504, 16), "7b": (4096, 11008, 32)}  # hidden, intermediate, heads; of four layers
 WORLD, TOKENS, CHUNK = 8, 4096, 512

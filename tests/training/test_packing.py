@@ -22,18 +22,8 @@ from common.training.packing import (
     split_over_ranks,
 )
 from common.training.sharding import Ranks
-from helpers import tiny_model
-from students import ALONE, SCHEDULE
-
-
-def random_samples(count: int, seed: int = 0) -> list[Sample]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(low, high):
-        length = int(torch.randint(low, high, (1,), generator=generator))
-        return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
-
-    return [Sample(ids(4, 30), ids(2, 6)) for _ in range(count)]
+from models import tiny_model
+from reference import ALONE, SCHEDULE, random_samples
 
 
 def schedule(capacity: int) -> Schedule:

@@ -19,10 +19,8 @@ from common.training.hardware import cluster_of
 from common.training.packing import build_row, rows_of_step
 from common.training.plan import distillation_flops, sft_flops
 from common.training.sharding import Ranks, recompute_layers
-from helpers import tiny_model
-from students import SCHEDULE
-from test_families import FAMILIES
-from test_packing import random_samples
+from models import FAMILIES, tiny_model
+from reference import SCHEDULE, random_samples
 
 LLAMA2_7B = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
                         num_attention_heads=32, num_key_value_heads=32)

@@ -21,10 +21,9 @@ from common.training.attention import Trainee
 from common.training.engine import Step
 from common.training.packing import build_row
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients, sum_over_ranks
-from helpers import save_tiny, tiny_model
-from students import SAMPLES, SCHEDULE, built, half_masked_student, pretended_ranks
-from test_engine import Operations
-from training_runs import run_script
+from models import save_tiny, tiny_model
+from reference import SAMPLES, SCHEDULE, Operations, built, half_masked_student, pretended_ranks
+from torchrun import run_script
 
 GRADIENTS_ARE_REDUCED = """
 import os, sys
@@ -32,7 +31,7 @@ import torch
 from common.training.engine import clip_gradients
 from common.training.packing import build_row
 from common.training.sharding import joined_ranks, reduce_gradients
-from students import SAMPLES, built
+from reference import SAMPLES, built
 
 with joined_ranks() as ranks:
     if "two nodes" in sys.argv:

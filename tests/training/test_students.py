@@ -18,8 +18,8 @@ from common.training.mask_state import Masks, ReleasedMasks, switch_step
 from common.training.sharding import Execution
 from common.training.students import Rates
 from common.weights import open_checkpoint
-from helpers import tiny_model
-from students import NOTHING, SCHEDULE, Student, masked_student, rates, saved_pair, stage5, teacher_of
+from models import tiny_model
+from reference import NOTHING, SCHEDULE, Student, masked_student, rates, saved_pair, stage5, teacher_of
 
 
 @pytest.mark.parametrize("rest", [1.0, 0.25])

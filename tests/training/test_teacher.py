@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from common.errors import UserError
 from common.models import load_model
 from common.training import checkpoints, teacher
-from helpers import save_tiny, tiny_model
-from test_layers import Tensors
+from models import save_tiny, tiny_model
+from reference import Tensors
 
 
 def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, monkeypatch):

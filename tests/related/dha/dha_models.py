@@ -2,9 +2,9 @@
 
 import torch
 
-from helpers import tiny_model
+from models import tiny_model
 from related.dha import fusion, records
-from test_records import SHA, valid
+from runs import SHA, valid
 
 EIGHT = list(range(8))
 PAIRS, HALVES = [[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -17,10 +17,11 @@ from common.families import geometry
 from common.training.attention import Trainee
 from common.training.packing import build_row
 from dha_models import EIGHT, GROUPS, HALVES, PAIRS, fused_pair, fused_tiny, random_operators, tokens
-from helpers import ROOT, save_tiny, tiny_model
+from models import save_tiny, tiny_model
 from related.dha import fusion, start
 from related.dha.modeling import DhaForCausalLM
 from related.dha.training import all_logits
+from torchrun import ROOT
 
 pytestmark = pytest.mark.slow
 

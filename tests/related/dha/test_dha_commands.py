@@ -8,9 +8,10 @@ import torch
 
 from common.layers import Layers
 from dha_models import SMALL
-from helpers import byte_tokenizer, recipe, run
+from models import byte_tokenizer
+from reference import merge_model
 from related.dha import fusion, start
-from students import merge_model
+from runs import recipe, run
 
 pytestmark = pytest.mark.slow
 FAST = ["--steps", 150, "--margin-steps", 10, "--operator-lr", 0.05, "--lambda-lr", 20]

@@ -10,7 +10,7 @@ import torch
 
 from common.errors import UserError
 from dha_models import EIGHT, WHOLE
-from helpers import all_groupings
+from reference import all_groupings
 from related.dha import fusion, grouping, search
 
 pytestmark = pytest.mark.slow

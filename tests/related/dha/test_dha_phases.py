@@ -9,11 +9,11 @@ from common.data.rows import Sample
 from common.errors import UserError
 from common.training.packing import build_row
 from dha_models import GROUPS, WHOLE, example_records, fused_tiny, random_operators
-from helpers import save_tiny, tiny_model
+from models import save_tiny, tiny_model
+from reference import Gradients
 from related.dha import fusion, records, search, training
 from related.dha.modeling import DhaConfig
-from students import Gradients
-from test_records import write
+from runs import write
 
 pytestmark = pytest.mark.slow
 DATA = {"batch": 4, "seed": 0, "tokens_per_microbatch": 128}

@@ -7,10 +7,10 @@ import pytest
 
 from common.errors import UserError
 from dha_models import example_records, tokens
-from helpers import save_tiny, tiny_model
+from models import save_tiny, tiny_model
 from related.dha import pretrain, records, report
 from related.dha.training import all_logits
-from test_records import changed, write
+from runs import changed, write
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,10 @@ from common.equivalence import max_difference
 from common.layers import Layers
 from common.models import load_model
 from dha_models import GROUPS, SMALL, tokens
-from helpers import byte_tokenizer, run, tiny_model
+from models import byte_tokenizer, tiny_model
 from related.dha import start
 from related.dha.training import all_logits
+from runs import run
 
 pytestmark = pytest.mark.slow
 

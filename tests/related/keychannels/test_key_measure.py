@@ -9,10 +9,11 @@ import torch
 from scipy.stats import sem
 from torch.nn.functional import scaled_dot_product_attention
 
-from helpers import run, save_tiny, tiny_model
+from key_models import MODELS, draw, states, texts
+from models import save_tiny, tiny_model
 from related.keychannels import measure
 from related.keychannels.channels import SELECTORS, kept_channels
-from test_keychannels import MODELS, draw, states, texts
+from runs import run
 
 pytestmark = pytest.mark.slow
 COMMAND = "related/keychannels/measure.py"

@@ -7,23 +7,15 @@ import torch
 from transformers import DynamicCache
 
 from common.errors import UserError
-from helpers import tiny_model
-from related.keychannels import channels, measure
+from key_models import MODELS, draw, random_text, states, texts
+from models import tiny_model
+from related.keychannels import channels
 from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, cached_bytes
 from related.keychannels.channels import SELECTORS, cheapest_alone, exact, greedy, objective
 
 pytestmark = pytest.mark.slow
-MODELS = {
-    "mha": {},
-    "gqa": {"num_key_value_heads": 2, "bias": True},
-    "key norms": {"num_key_value_heads": 4, "model_type": "qwen3"},
-}
 PRUNING = {"ratio": 0.5, "recent": 5, "observed": 7}
 GENERATION = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-
-
-def draw(*shape, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def weights(heads: int = 6, size: int = 8) -> torch.Tensor:
@@ -118,14 +110,6 @@ def batch_of(texts: list[list[int]]) -> dict:
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-def random_text(length: int, seed: int) -> list[int]:
-    return torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def texts(*lengths: int) -> list[list[int]]:
-    return [random_text(length, seed) for seed, length in enumerate(lengths)]
-
-
 def second_prompt(first: dict, length: int, seed: int = 7) -> dict:
     """A second prompt after the first, a different one for each sample."""
     rows = len(first["input_ids"])
@@ -156,14 +140,6 @@ def zeroed_twin(model, batch: dict, pruned) -> DynamicCache:
             keep = torch.zeros(*old.shape[:2], old.shape[-1]).scatter_(-1, layer.channels.long(), 1.0)
             old.mul_(keep[:, :, None])
     return plain
-
-
-def states(model, tokens: torch.Tensor) -> list[list]:
-    """What the attention of each layer without a sliding window gets and gives, in float64, and its scale."""
-    seen = []
-    measure.watch_attention(model, tokens, lambda *layer: seen.append(
-        [*(tensor.double() for tensor in layer[:-1]), layer[-1]]))
-    return seen
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,10 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from common.models import load_config
-from helpers import ROOT, expect_error, run, save_tiny, tiny_model
+from models import save_tiny, tiny_model
 from related.skipless import compare, fold
 from related.skipless.fold import LOGIT_TOLERANCE, MAX_CONDITION
+from runs import expect_error, run
 from skipless_models import COMPARE, FOLD, TRAIN, cells, matrices, model_of, tokens
+from torchrun import ROOT
 
 pytestmark = pytest.mark.slow
 SHORT = ["--length", 32, "--steps", 3, "--batch", 2, "--warmup", 1]

@@ -13,11 +13,11 @@ from common.data.text import EVALUATION, load_tokens
 from common.models import load_config, load_model, load_tokenizer
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
-from helpers import copy_run, expect_error, run, save_tiny
+from models import save_tiny
 from related.skipless import fold, train
 from related.skipless.train import initialise, skipless_config
+from runs import copy_run, expect_error, interrupt, run
 from skipless_models import TRAIN, cells, model_of, tokens
-from training_runs import interrupt
 
 pytestmark = pytest.mark.slow
 

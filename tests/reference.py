@@ -1,20 +1,28 @@
-"""Tiny students and teachers, the steps of stage 5; merging a whole model, and distillation written out."""
+"""What the code is compared with: definitions written out, and students that train by them."""
 
 import contextlib
+import copy
 import importlib
+import inspect
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention.varlen import varlen_attn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import paper
 from common.data.rows import Sample
+from common.families import geometry, needs_eager, norm_kind
 from common.forward import attending
 from common.method import masks
 from common.method.merge import Merge, mean_merge, merge_layer, merged_config
+from common.method.rope import free_pairs, quarter_phase
+from common.metrics import TASK_SET, TEXT_SET
 from common.models import load_config
 from common.training import students
 from common.training.attention import Trainee
@@ -25,10 +33,9 @@ from common.training.mask_state import Masks
 from common.training.sharding import Execution, Ranks, build
 from common.training.students import Rates
 from common.training.teacher import build_teacher
-from helpers import save_tiny, tiny_model
+from models import save_tiny, tiny_model
 
 stage5 = importlib.import_module("05_prune_train")
-
 SAMPLES = [Sample((1, 2, 3, 4), (5, 6)), Sample((7, 8), (9, 10, 11)), Sample((12, 13, 14), (15,))]
 STEPS = 5
 SCHEDULE = Schedule(steps=STEPS, batch=2, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64,
@@ -38,6 +45,20 @@ LOSS = stage5.Loss(kl_on="prompt", temperature=1.0, l0_weight=1.0)
 ALONE = Ranks(0, 1, torch.device("cpu"))
 NOTHING = Heldout({}, 1)
 IN_FLOAT32 = Execution()
+TWO_TEXTS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(5))
+FREQUENCIES = torch.tensor([1.0, 0.3, 0.02, 0.001], dtype=torch.float64)
+DISTANCES = torch.tensor([0.0, 1.0, 4.0, 11.0, 40.0], dtype=torch.float64)
+
+
+def all_groupings(heads: list[int], size: int):
+    """Yield all ways to split heads into groups of a size, in canonical order."""
+    if not heads:
+        yield []
+        return
+    for others in itertools.combinations(heads[1:], size - 1):
+        rest = [head for head in heads[1:] if head not in others]
+        for groups in all_groupings(rest, size):
+            yield [[heads[0], *others], *groups]
 
 
 def plain_merge(merge, source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
@@ -213,3 +234,140 @@ def half_masked_student(ranks, tmp_path, name: str = "train", execution: Executi
     trained = Masks(student.replicated, STEPS, seed=0)
     masks.set_masks(student.net, trained.noiseless())
     return in_training(ranks, tmp_path / name, execution, student, optimizer, trained)
+
+
+def logits_of_two_texts(model, attention: str = "sdpa") -> torch.Tensor:
+    model.set_attn_implementation("eager" if needs_eager(model.config) else attention)
+    with torch.no_grad():
+        return model(TWO_TEXTS).logits
+
+
+def random_rotations(attention, generator):
+    """Random value and key random_rotations of the kind that is exact for this layer."""
+    heads, size = geometry(attention.config).kv_heads, attention.head_dim
+    values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64, generator=generator)).Q
+    angles = torch.rand(heads, size // 2, dtype=torch.float64, generator=generator) * 2 * torch.pi
+    turns = torch.polar(torch.ones_like(angles), angles)
+    if norm_kind(attention) == "joint":
+        return values, quarter_phase(turns)
+    return values, torch.where(free_pairs(attention), turns, turns.real.sign())
+
+
+def blended(model, merged, names: tuple):
+    """A student with masks over both models' modules: open they give the source, closed the merged model."""
+    student = copy.deepcopy(model)
+    masks.patch(student, 2, names)
+    state, shared = student.state_dict(), merged.state_dict()
+    shared = {masks.blended_name(name, names): tensor for name, tensor in shared.items()}
+    student.load_state_dict(state | {name: tensor for name, tensor in shared.items() if name in state})
+    shape = len(model.model.layers), geometry(model.config).kv_heads
+    masks.set_masks(student, torch.ones(shape))
+    assert torch.equal(logits_of_two_texts(student), logits_of_two_texts(model))
+    masks.set_masks(student, torch.zeros(shape))
+    torch.testing.assert_close(logits_of_two_texts(student), logits_of_two_texts(merged), rtol=0, atol=1e-4)
+    return student
+
+
+def varlen_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1),
+                   enable_gqa=False):
+    """varlen_attn as its documentation describes it: softmax of each sample's scores within the window."""
+    arguments = (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+    options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
+    inspect.signature(varlen_attn).bind(*arguments, **options)
+    for starts, longest in ((cu_seq_q, max_q), (cu_seq_k, max_k)):
+        assert starts.dtype == torch.int32 and starts[0] == 0 and starts[-1] == len(query)
+        assert longest == starts.diff().max()
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
+    before, after = (reach if reach >= 0 else len(query) for reach in window_size)
+    scale, outputs = scale or query.shape[-1] ** -0.5, []
+    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
+        q, k, v = (states[start:end].transpose(0, 1) for states in (query, key, value))
+        position = torch.arange(end - start)
+        distance = position[:, None] - position
+        outside = (distance > before) | (distance < -after)
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(outside, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations in a block, in order."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(str(function))
+        return function(*arguments, **(options or {}))
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+
+class Tensors:
+    """Weights in memory, as Layers takes them."""
+
+    path = "nowhere"
+
+    def __init__(self, tensors: dict):
+        self.tensors = tensors
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def read(self, tensors: dict) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(self.tensors[name])
+
+
+def random_samples(count: int, seed: int = 0) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low, high):
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
+
+    return [Sample(ids(4, 30), ids(2, 6)) for _ in range(count)]
+
+
+def correlated(seed: int, count: int, noise: float, tokens: int = 300, size: int = 8) -> torch.Tensor:
+    """Head vectors [tokens, count, size] that are maps of one source, and noise."""
+    generator = torch.Generator().manual_seed(seed)
+    source = torch.randn(tokens, 1, size, generator=generator, dtype=torch.float64)
+    maps = torch.randn(count, size, size, generator=generator, dtype=torch.float64)
+    rest = torch.randn(tokens, count, size, generator=generator, dtype=torch.float64)
+    return torch.einsum("nzd,hde->nhe", source, maps) + noise * rest
+
+
+def value_gram(values: torch.Tensor) -> torch.Tensor:
+    """The definition: C[i, j] = sum_n v_i v_j^T of values [n, H, d]."""
+    return torch.einsum("nia,njb->ijab", values, values)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rope_rotations(frequencies=FREQUENCIES, distances=DISTANCES) -> torch.Tensor:
+    """R(-t) for each distance, [n, d, d], as cosines and sines."""
+    angles = distances[:, None] * frequencies
+    cosine, sine = torch.diag_embed(angles.cos()), torch.diag_embed(angles.sin())
+    return torch.cat((torch.cat((cosine, sine), 2), torch.cat((-sine, cosine), 2)), 1)
+
+
+def heldout_sets() -> dict[str, list[Sample]]:
+    """Texts; and questions with a chat among them, whose answers are told apart.
+
+    Of these seeds the tiny student and its teacher agree on a token here and there.
+    """
+    texts = [Sample(sample.prompt) for sample in random_samples(5, seed=27)]
+    chat = Sample(*(segment for sample in random_samples(2, seed=1) for segment in sample.segments))
+    return {TEXT_SET: texts, TASK_SET: [*random_samples(6, seed=27), chat]}
+
+
+HELDOUT = Heldout(heldout_sets(), every=2)
+
+
+def measured(student) -> dict[str, float]:
+    metrics = HELDOUT.metrics(student.job, student.teacher, SCHEDULE)
+    assert metrics.pop("heldout_seconds") > 0
+    return metrics

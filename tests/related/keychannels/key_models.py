@@ -1,0 +1,31 @@
+"""Models, texts and attention states for the tests of key channels."""
+
+import torch
+
+from related.keychannels import measure
+
+MODELS = {
+    "mha": {},
+    "gqa": {"num_key_value_heads": 2, "bias": True},
+    "key norms": {"num_key_value_heads": 4, "model_type": "qwen3"},
+}
+
+
+def draw(*shape, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_text(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def texts(*lengths: int) -> list[list[int]]:
+    return [random_text(length, seed) for seed, length in enumerate(lengths)]
+
+
+def states(model, tokens: torch.Tensor) -> list[list]:
+    """What the attention of each layer without a sliding window gets and gives, in float64, and its scale."""
+    seen = []
+    measure.watch_attention(model, tokens, lambda *layer: seen.append(
+        [*(tensor.double() for tensor in layer[:-1]), layer[-1]]))
+    return seen
