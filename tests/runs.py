@@ -46,7 +46,7 @@ MEASURED = {"seconds", "tokens_per_s", "heldout_seconds", "start_heldout_seconds
 LAYERS, HEADS, SIZE = 3, 8, 8
 STAGES = {path.name[:2]: path.name for path in ROOT.glob("0*_*.py")}
 SHA = "ab" * 32
-MODEL = {"name": "m", "path": "models/m", "fingerprint": SHA,
+SMALL_MODEL = {"name": "m", "path": "models/m", "fingerprint": SHA,
          "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 64}
 GROUPS = [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
 REFIT = {"ridge": 0.1, "merged": 0.3, "output": 0.2, "attention": 0.1}
@@ -484,22 +484,22 @@ def contents(directory) -> dict[str, str]:
     return {str(path.relative_to(directory)): path.read_text(errors="replace") for path in found}
 
 
-def valid(stage: str) -> dict:
+def valid_record(stage: str) -> dict:
     """A record that every stage accepts."""
     every = {"stage": stage, "directory": "/r", "flags": {"seed": 0}, "arguments": {"run": "r"},
-             "model": MODEL, "inputs": {"calibration": SHA}, "packages": {"torch": "2"}, "commit": None,
+             "model": SMALL_MODEL, "inputs": {"calibration": SHA}, "packages": {"torch": "2"}, "commit": None,
              "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00"}
     return copy.deepcopy(every | FIELDS[stage])
 
 
-def write(directory: Path, record) -> str:
+def save_record(directory: Path, record) -> str:
     directory.mkdir(exist_ok=True)
     text = record if isinstance(record, bytes) else json.dumps(record).encode()
     (directory / "stage.json").write_bytes(text)
     return str(directory)
 
 
-def places(value, prefix: tuple = (), closed=OPEN):
+def places_in(value, prefix: tuple = (), closed=OPEN):
     """Every place in a record, as the names and indices that lead to it, but those in `closed` objects."""
     if prefix:
         yield prefix
@@ -507,12 +507,12 @@ def places(value, prefix: tuple = (), closed=OPEN):
         return
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        yield from places(item, (*prefix, key), closed)
+        yield from places_in(item, (*prefix, key), closed)
 
 
-def changed(record: dict, place: tuple, value=None, remove: bool = False) -> dict:
+def changed_record(record: dict, place: tuple, value=None, remove: bool = False) -> dict:
     record = copy.deepcopy(record)
-    parent = at(record, place[:-1])
+    parent = value_at(record, place[:-1])
     if remove:
         del parent[place[-1]]
     else:
@@ -520,7 +520,7 @@ def changed(record: dict, place: tuple, value=None, remove: bool = False) -> dic
     return record
 
 
-def at(record, place: tuple):
+def value_at(record, place: tuple):
     return functools.reduce(lambda value, key: value[key], place, record)
 
 

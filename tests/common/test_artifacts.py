@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from common import artifacts, calibration, cli, files
 from common.errors import Complete, UserError
 from common.training import checkpoints
-from runs import MODEL, calibrate_arguments, calibrated_layer, contents, copy_run, run, valid
+from runs import SMALL_MODEL, calibrate_arguments, calibrated_layer, contents, copy_run, run, valid_record
 
 SIMILARITY, EXPORT = "02_similarity.py", "06_export.py"
-MEANS = valid(SIMILARITY)["summary"]
+MEANS = valid_record(SIMILARITY)["summary"]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def similarity(args, value: float = 2.0, inputs: dict | None = None) -> str:
         with artifacts.write_beside(path) as aside:
             save_file({"x": torch.full((100,), value)}, os.path.join(aside, "a.safetensors"))
             Path(aside, "a.png").write_text(f"picture of {value}")
-            artifacts.write_record(aside, started.record(MODEL, MEANS), "a.json")
+            artifacts.write_record(aside, started.record(SMALL_MODEL, MEANS), "a.json")
     return os.path.join(args.run, "a.safetensors")
 
 
@@ -50,7 +50,7 @@ def export(args, card: str = "card", inputs: dict | None = None) -> Path:
                 Path(aside, name).parent.mkdir(exist_ok=True)
                 Path(aside, name).write_text("content")
             Path(aside, "README.md").write_text(card)
-            artifacts.write_record(aside, started.record(MODEL, valid(EXPORT)["summary"]))
+            artifacts.write_record(aside, started.record(SMALL_MODEL, valid_record(EXPORT)["summary"]))
     return path
 
 
@@ -58,10 +58,10 @@ def test_round_trip_and_record(args):
     tensors, record = artifacts.read_tensors(similarity(args), SIMILARITY)
     assert torch.equal(tensors["x"], torch.full((100,), 2.0))
     assert record["flags"] == {"seed": 0} and record["arguments"]["run"] == args.run
-    assert record["summary"] == MEANS and record["model"] == MODEL and record["inputs"] == {}
+    assert record["summary"] == MEANS and record["model"] == SMALL_MODEL and record["inputs"] == {}
     assert set(record["packages"]) == set(artifacts.PACKAGES) and record["seconds"] >= 0
     assert record["files"].keys() == {"a.safetensors", "a.png"}
-    assert artifacts.read_record(os.path.join(args.run, "a.safetensors"), SIMILARITY, MODEL) == record
+    assert artifacts.read_record(os.path.join(args.run, "a.safetensors"), SIMILARITY, SMALL_MODEL) == record
 
 
 def test_a_record_is_written_without_git_and_without_packages_that_are_not_needed(args, monkeypatch):
@@ -100,13 +100,13 @@ def test_the_commit_is_that_of_this_source_and_says_if_it_was_edited(tmp_path, m
 ])
 def test_a_layer_of_another_calibration_or_one_with_NaN_is_refused(tmp_path, value, message):
     """A calibration may be replaced while a stage reads it layer by layer."""
-    grams = torch.ones(10, 8, 8)  # of MODEL's 4 kv heads
+    grams = torch.ones(10, 8, 8)  # of SMALL_MODEL's 4 kv heads
     values = grams.clone()
     values[-1, -1, -1] = value
-    for index in range(MODEL["layers"]):
+    for index in range(SMALL_MODEL["layers"]):
         calibration.write_layer(str(tmp_path), index, {"key.raw": grams, "value.raw": values})
     calibration.write_tokens(str(tmp_path), torch.zeros(2, 32))
-    artifacts.write_record(str(tmp_path), valid("01_calibrate.py"))
+    artifacts.write_record(str(tmp_path), valid_record("01_calibrate.py"))
     opened = calibration.Calibration(str(tmp_path))
     assert opened.tokens().shape == (2, 32)
     if math.isfinite(value):
@@ -270,7 +270,7 @@ def test_what_a_killed_run_left_is_replaced(args, tmp_path):
     aligned, merged = str(tmp_path / "aligned"), str(tmp_path / "merged")
     started = artifacts.begin_stage("04_align.py", args, aligned, merged)
     with files.write_directory(aligned) as aside:
-        artifacts.write_record(aside, started.record(MODEL, valid("04_align.py")["summary"]))
+        artifacts.write_record(aside, started.record(SMALL_MODEL, valid_record("04_align.py")["summary"]))
     cli.cleanup.close()
     artifacts.begin_stage("04_align.py", args, aligned, merged)
 

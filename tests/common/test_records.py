@@ -13,15 +13,15 @@ from runs import (
     FIELDS,
     GROUPS,
     LOST,
-    MODEL,
     SHA,
+    SMALL_MODEL,
     STUDENT,
     TRAINED,
-    at,
-    changed,
-    places,
-    valid,
-    write,
+    changed_record,
+    places_in,
+    save_record,
+    valid_record,
+    value_at,
 )
 
 
@@ -41,16 +41,16 @@ WRONG = {str: 3, bool: "true", int: "3", float: math.nan, list: {}, dict: "x"}  
 def test_every_field_is_required_and_checked(tmp_path, stage):
     """Each one removed, and replaced by a value of another kind."""
     assert FIELDS.keys() == {stage for stage in STAGES if "/" not in stage}  # others are of related/
-    record = valid(stage)
+    record = valid_record(stage)
     assert find_fault(record, stage) is None
-    assert artifacts.read_record(write(tmp_path / "a", record), stage) == record
-    for place in places(record):
+    assert artifacts.read_record(save_record(tmp_path / "a", record), stage) == record
+    for place in places_in(record):
         if place == ("commit",):
             continue
         if not isinstance(place[-1], int) and place not in FREE:
-            fault = find_fault(changed(record, place, remove=True), stage)
+            fault = find_fault(changed_record(record, place, remove=True), stage)
             assert fault or place[-1] in OPTIONAL, place
-        fault = find_fault(changed(record, place, WRONG[type(at(record, place))]), stage)
+        fault = find_fault(changed_record(record, place, WRONG[type(value_at(record, place))]), stage)
         assert fault and "expected" in fault and "found" in fault, place
 
 
@@ -63,13 +63,13 @@ CONTENTS = {
     "a list": b"[]",
     "cut off": b'{"stage": "06_export',
     "an empty object": b"{}",
-    "another stage": json.dumps(valid("04_align.py")).encode(),
+    "another stage": json.dumps(valid_record("04_align.py")).encode(),
 }
 
 
 @pytest.mark.parametrize("content", CONTENTS)
 def test_a_file_that_is_no_record_is_refused(tmp_path, content):
-    message = refusal(write(tmp_path / "a", CONTENTS[content]), "06_export.py")
+    message = refusal(save_record(tmp_path / "a", CONTENTS[content]), "06_export.py")
     assert "expected" in message and "06_export.py" in message
 
 
@@ -111,22 +111,22 @@ def test_every_kind_of_fault_names_its_place(tmp_path, stage, field, wrong, mess
     """Also those between fields: groups are a partition of every layer, as many as kv_heads says; figures
     per layer are as many as layers; files are inside the directory."""
     place = tuple(field.split(".")) if isinstance(field, str) else field
-    fault = refusal(write(tmp_path / "a", changed(valid(stage), place, wrong)), stage)
+    fault = refusal(save_record(tmp_path / "a", changed_record(valid_record(stage), place, wrong)), stage)
     assert message in fault and (f"record.{field}" in fault or message.startswith(("record.", "files:")))
 
 
 @pytest.mark.parametrize(("name", "value"), [("fingerprint", "cd" * 32), ("layers", 3), ("kv_heads", 8),
                                              ("head_dim", 16)])
 def test_a_record_of_another_model_is_refused(tmp_path, name, value):
-    path = write(tmp_path / "a", valid("03_group.py"))
-    assert artifacts.read_record(path, "03_group.py", MODEL)["groups"] == GROUPS
+    path = save_record(tmp_path / "a", valid_record("03_group.py"))
+    assert artifacts.read_record(path, "03_group.py", SMALL_MODEL)["groups"] == GROUPS
     with pytest.raises(UserError, match="a: expected"):
-        artifacts.read_record(path, "03_group.py", MODEL | {name: value})
+        artifacts.read_record(path, "03_group.py", SMALL_MODEL | {name: value})
 
 
 def test_a_teacher_needs_no_students_fields_and_a_student_all():
-    teacher = valid("05_prune_train.py") | {"summary": dict(TRAINED)}
+    teacher = valid_record("05_prune_train.py") | {"summary": dict(TRAINED)}
     assert find_fault(teacher, "05_prune_train.py") is None
     for name in STUDENT:
-        partly = changed(teacher, ("summary", name), STUDENT[name])
+        partly = changed_record(teacher, ("summary", name), STUDENT[name])
         assert "expected a field" in find_fault(partly, "05_prune_train.py")

@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 
 from common import artifacts, files
 from common.errors import UserError
-from runs import contents, valid
+from runs import contents, valid_record
 
 
 def write(path: Path, text: str, record: bool = True) -> None:
     with files.write_directory(str(path)) as aside:
         Path(aside, "file").write_text(text)
         if record:
-            artifacts.write_record(aside, valid("06_export.py"))
+            artifacts.write_record(aside, valid_record("06_export.py"))
 
 
 def test_a_replaced_directory_loses_only_the_files_that_its_record_names(tmp_path):
@@ -103,7 +103,7 @@ def beside(path: Path, text: str) -> None:
     with artifacts.write_beside(str(path)) as aside:
         for name in ("x.safetensors", "x.png"):
             Path(aside, name).write_text(text)
-        artifacts.write_record(aside, valid("02_similarity.py"), "x.json")
+        artifacts.write_record(aside, valid_record("02_similarity.py"), "x.json")
 
 
 def test_files_next_to_each_other_killed_at_any_rename_are_the_old_ones_or_the_new_ones(tmp_path):
@@ -151,10 +151,10 @@ def test_files_get_the_permissions_of_the_umask(tmp_path):
         with files.write_directory(str(tmp_path / "run" / "gqa")) as aside:
             os.mkdir(os.path.join(aside, "folder"))
             save_file({"a": torch.zeros(1)}, os.path.join(aside, "folder", "weights"))
-            artifacts.write_record(aside, valid("06_export.py"))
+            artifacts.write_record(aside, valid_record("06_export.py"))
         with artifacts.write_beside(str(tmp_path / "run" / "x.json")) as aside:
             save_file({"a": torch.zeros(1)}, os.path.join(aside, "x.safetensors"))
-            artifacts.write_record(aside, valid("02_similarity.py"), "x.json")
+            artifacts.write_record(aside, valid_record("02_similarity.py"), "x.json")
     finally:
         os.umask(before)
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

@@ -10,7 +10,7 @@ import pytest
 from common.data.tasks import TASKS
 from common.training.engine import epochs_to_steps
 from pipelines import published
-from runs import run, valid
+from runs import run, valid_record
 from torchrun import ROOT
 
 PAGE = (ROOT / "docs/paper.md").read_text()
@@ -72,7 +72,7 @@ def test_the_stages_accept_the_commands_of_the_page():
 def save(home, shape: dict, scores: dict, names: list[str]) -> str:
     """RUN/eval.json of a model of this shape, where each checkpoint has the same scores of every task."""
     home.mkdir(parents=True)
-    record = valid("07_eval.py")
+    record = valid_record("07_eval.py")
     record["model"] = record["model"] | shape
     result = {"path": "x", "heads": 16, "kv_heads": 8, "tasks": {task: scores for task in TASKS},
               "micro_exact_match": 0.6, "micro_exact_match_stderr": 0.0125}

@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.files import write_json
 from common.reporting import report
 from common.reporting.tables import cell, flatten, label
-from runs import flags, valid
+from runs import flags, valid_record
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJ"
                          "RU5ErkJggg==")
@@ -31,7 +31,7 @@ def results(name: str, exact: float, kv_heads: int) -> dict:
 
 def record(artifact: str, run: str = "runs/x", **arguments) -> dict:
     """A valid one, with a name and a text that must be escaped; the text is another in each artifact."""
-    made = valid(ARTIFACTS[artifact])
+    made = valid_record(ARTIFACTS[artifact])
     made["arguments"] |= {"run": run} | arguments
     made["model"]["name"], made["commit"] = "<b>toy</b>", "ef" * 20
     made["summary"]["new"] = {"figure": 0.1234, "none": None, "text": f"<script>{artifact}</script>"}

@@ -4,7 +4,7 @@ import torch
 
 from models import tiny_model
 from related.dha import fusion, records
-from runs import SHA, valid
+from runs import SHA, valid_record
 
 EIGHT = list(range(8))
 PAIRS, HALVES = [[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -52,5 +52,5 @@ def example_records() -> dict[str, dict]:
         records.PRETRAIN: phase | {"batch": 2, "tokens": 288, "heldout": [[0, 5.0], [288, 4.0]],
                                    "cache_bytes_per_token": 64.0},
     }
-    record = valid("06_export.py") | {"groups": {"key": [[EIGHT], HALVES], "value": [[EIGHT], HALVES]}}
+    record = valid_record("06_export.py") | {"groups": {"key": [[EIGHT], HALVES], "value": [[EIGHT], HALVES]}}
     return {stage: record | {"stage": stage, "summary": summary} for stage, summary in summaries.items()}

@@ -13,7 +13,7 @@ from models import save_tiny, tiny_model
 from reference import Gradients
 from related.dha import fusion, records, search, training
 from related.dha.modeling import DhaConfig
-from runs import write
+from runs import save_record
 
 pytestmark = pytest.mark.slow
 DATA = {"batch": 4, "seed": 0, "tokens_per_microbatch": 128}
@@ -160,9 +160,9 @@ def test_fused_checkpoints_are_sources_and_other_shared_heads_are_not(tmp_path):
     with pytest.raises(UserError, match="model_type llama"):
         search.source_record("model", tiny_model(model_type="mistral").config)
     config, examples = fused_tiny()[1].config, example_records()
-    path = write(tmp_path, examples[records.FUSE])
+    path = save_record(tmp_path, examples[records.FUSE])
     assert search.source_record(path, config) == examples[records.FUSE]
     for stage in (records.START, records.PRETRAIN):
-        write(tmp_path, examples[stage])
+        save_record(tmp_path, examples[stage])
         with pytest.raises(UserError, match="or heads that related/dha/fuse.py fused, found 2 for 8"):
             search.source_record(path, config)

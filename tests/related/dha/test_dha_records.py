@@ -10,7 +10,7 @@ from dha_models import example_records, tokens
 from models import save_tiny, tiny_model
 from related.dha import pretrain, records, report
 from related.dha.training import all_logits
-from runs import changed, write
+from runs import changed_record, save_record
 
 pytestmark = pytest.mark.slow
 
@@ -20,13 +20,13 @@ def test_steps_behind_a_checkpoint_are_those_of_search_and_fusion(tmp_path):
     data = examples[records.SEARCH]["summary"]["data"]
     assert records.read_start(str(tmp_path)) is None and records.steps_before(None, data) == 0
     for stage, steps in ((records.FUSE, 7), (records.START, 3), (records.PRETRAIN, 0)):
-        path = write(tmp_path, examples[stage])
+        path = save_record(tmp_path, examples[stage])
         assert records.steps_before(records.read_start(path), data) == steps
     with pytest.raises(UserError, match="batch: expected 2, as in the search before, found 4"):
         records.steps_before(examples[records.FUSE], data | {"batch": 4})
     for record in ([1], {"stage": None}, {"stage": records.FUSE}):
         with pytest.raises(UserError, match="stage.json: "):
-            records.read_start(write(tmp_path, record))
+            records.read_start(save_record(tmp_path, record))
 
 
 def test_the_kl_of_an_initial_model_is_from_its_source(tmp_path):
@@ -66,8 +66,8 @@ def test_rows_that_cannot_be_compared_are_refused(place, value, tmp_path):
     record, names = example_records()[records.PRETRAIN], ["source", "pool", "dha"]
     for name in names:
         cache = 256.0 if name == "source" else 64.0
-        write(tmp_path / name, changed(record, ("summary", "cache_bytes_per_token"), cache))
+        save_record(tmp_path / name, changed_record(record, ("summary", "cache_bytes_per_token"), cache))
     assert list(report.read_rows(str(tmp_path), names)) == names
-    write(tmp_path / "pool", changed(record, ("summary", *place), value))
+    save_record(tmp_path / "pool", changed_record(record, ("summary", *place), value))
     with pytest.raises(UserError, match=f"pool: expected the {place[0]} of dha"):
         report.read_rows(str(tmp_path), names)
