@@ -147,6 +147,12 @@ def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, cud
     return schedules | {"student": Schedule(steps, batch, warmup, **common)}
 
 
+def rates_of(args) -> tuple[Rates, Rates]:
+    """AdamW's hyperparameters of the student and of the teacher. args: the flags, with their defaults."""
+    student = Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor, args.rest_lr_factor)
+    return student, Rates(args.teacher_lr, args.beta2, args.weight_decay)
+
+
 def read(sources: Sources, model: str, args, ranks, begun: dict) -> tuple[Pool, Heldout]:
     """What is trained on and what is held out, tokenized for the checkpoint `model`. Raises UserError.
 
@@ -195,15 +201,14 @@ def settle(
                       replace(started, args=args))
     has_teacher = find_teacher(run, args.teacher, force)
     schedules = make_schedules(args, defaults, conversion, pool, cuda, has_teacher)
-    teacher_rates = Rates(args.teacher_lr, args.beta2, args.weight_decay)
+    rates, teacher_rates = rates_of(args)
     if has_teacher and "teacher" in schedules:
         check_teacher(run, schedules.pop("teacher"), teacher_rates)
     resumed = {flag.attribute: getattr(args, flag.attribute) for flag in flags if flag.resumed}
     settings = Settings(
         sources=sources, teacher=args.teacher, masks=args.masks, train=args.train, seed=args.seed,
         loss=Loss(args.kl_on, args.temperature, args.l0_weight), mask_lr=args.mask_lr,
-        rates=Rates(args.lr, args.beta2, args.weight_decay, args.merged_lr_factor, args.rest_lr_factor),
-        teacher_rates=teacher_rates, schedule=schedules["student"], teacher_schedule=schedules.get("teacher"),
+        rates=rates, teacher_rates=teacher_rates, schedule=schedules["student"], teacher_schedule=schedules.get("teacher"),
         plan=args.plan, force=force, resumed=resumed)
     return fit(run, settings, args, cuda, begun)
 

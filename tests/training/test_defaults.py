@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +55,15 @@ def schedules_of(
     pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
     has_teacher = args.teacher == "source"
     return settings.make_schedules(args, defaults_of(pair, args), pair, pool, cuda, has_teacher)
+
+
+def test_each_rate_is_its_flags():
+    given = {"lr": 0.1, "beta2": 0.2, "weight_decay": 0.3, "merged_lr_factor": 4.0, "rest_lr_factor": 5.0}
+    words = [word for name, value in (given | {"teacher_lr": 0.6}).items()
+             for word in (f"--{name.replace('_', '-')}", str(value))]
+    student, teacher = settings.rates_of(flags(*words))
+    assert asdict(student) == given
+    assert asdict(teacher) == given | {"lr": 0.6, "merged_lr_factor": 1.0, "rest_lr_factor": 1.0}
 
 
 def test_published_numbers():
