@@ -1,9 +1,10 @@
 """The proof that a model can be converted, by a layer of its own class and config, before any work.
 
 First RoPE: unit vectors in place of queries and keys show which channels it turns in pairs, and how far. Then
-each kind of layer gets random weights. Heads are reordered and rotated by the code that stage 4 runs: the
-attention's output must stay. Groups of equal heads are merged by it: the attention of the same class with
-fewer key/value heads must equal it. What passes is convertible, whatever its name is.
+each kind of layer gets random weights. Packed rows, and tokens one at a time, must be read as its class reads
+them. Heads are reordered and rotated by the code that stage 4 runs: the attention's output must stay. Groups
+of equal heads are merged by it: the attention of the same class with fewer key/value heads must equal it.
+What passes is convertible, whatever its name is.
 """
 
 import contextlib

@@ -208,9 +208,8 @@ def settle(
     settings = Settings(
         sources=sources, teacher=args.teacher, masks=args.masks, train=args.train, seed=args.seed,
         loss=Loss(args.kl_on, args.temperature, args.l0_weight), mask_lr=args.mask_lr,
-        rates=rates, teacher_rates=teacher_rates,
-        schedule=schedules["student"], teacher_schedule=schedules.get("teacher"),
-        plan=args.plan, force=force, resumed=resumed)
+        rates=rates, teacher_rates=teacher_rates, schedule=schedules["student"],
+        teacher_schedule=schedules.get("teacher"), plan=args.plan, force=force, resumed=resumed)
     return fit(run, settings, args, cuda, begun)
 
 
