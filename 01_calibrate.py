@@ -27,8 +27,7 @@ import os
 
 import torch
 
-from common import families, gguf, models, proof
-from common.artifacts import begin_stage, write_record
+from common import families, gguf, models, proof, weights
 from common.calibration import (
     BATCH,
     LENGTH,
@@ -44,8 +43,9 @@ from common.data.data_sets import DATA_SET
 from common.data.demo import resolve_model
 from common.data.sources import DataContext, choose_chats, read_sequences
 from common.data.text import EXPECTED, digests_of, sequence_length
-from common.files import write_directory
 from common.layers import Layers
+from common.run.artifact import begin_stage, write_directory, write_record
+from common.run.files import stamp
 
 
 def parse():
@@ -84,7 +84,7 @@ def main():
     for half in ("bf16", "fp16"):  # products are summed in float32
         setattr(torch.backends.cuda.matmul, f"allow_{half}_reduced_precision_reduction", False)
     output = os.path.join(args.run, "calibration")
-    inputs = digests_of([args.model, args.text, args.chat])
+    inputs = digests_of([args.model, args.text, args.chat], args.run)
     if os.path.isdir(args.model):
         inputs["model"] = models.fingerprint(args.model)
     started = begin_stage("01_calibrate.py", args, output, inputs=inputs)
@@ -129,8 +129,9 @@ def main():
             "proven": proven,
             "peak_memory_gib": peak_memory(),
         }
-        # last: it has the sha256 of every other file
-        write_record(aside, started.record(model, summary))
+        files = [*weights.files_of(path), *filter(os.path.isfile, filter(None, (args.text, args.chat)))]
+        read = [{"path": os.path.abspath(file)} | stamp(file) for file in files]
+        write_record(aside, started.record(model, summary, read=read))
     print(f"wrote   {output}")
     print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads "
           f"in {started.clock()} s, peak host memory {summary['peak_memory_gib']} GiB")

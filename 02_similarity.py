@@ -1,12 +1,11 @@
 """Stage 2: measure how similar each pair of heads in a layer is, before and after optimal alignment.
 
 Reads   RUN/calibration/
-Writes  RUN/similarity.safetensors (+ .json): {key,value}.{cos,dist}.{before,after}, each [layers, H, H] over
-        the source's H key/value heads; with --energy also energy: minus what merging the pair in closed form
-        loses of the squared outputs W_O v and of the variance of scores, each as a share of the layer's
-        (for 03_group.py --by energy)
-        RUN/similarity.png: the cosine matrices as heatmaps (the paper's Figure 2); RUN/pairs.png: the
-        cosines of all pairs of heads in every layer (Figure 2 of the paper's version 1)
+Writes  RUN/similarity/: similarity.safetensors, {key,value}.{cos,dist}.{before,after}, each [layers, H, H]
+        over the source's H key/value heads; with --energy also energy: minus what merging the pair in closed
+        form loses of the squared outputs W_O v and of the variance of scores, each as a share of the layer's
+        (for 03_group.py --by energy); similarity.png: the cosine matrices as heatmaps (the paper's Figure
+        2); pairs.png: the cosines of all pairs of heads in every layer (Figure 2 of the paper's version 1)
 
     python 02_similarity.py --run runs/llama2-7b --energy
     python 02_similarity.py                       # a second on a CPU for the demo model
@@ -22,7 +21,6 @@ import os
 import torch
 from safetensors.torch import save_file
 
-from common import artifacts
 from common.calibration import Calibration
 from common.cli import device, positive, run_stage, stage_parser
 from common.closed_form.layer import score_pairs
@@ -32,6 +30,7 @@ from common.method.procrustes import pair_mean
 from common.models import pick_device
 from common.progress import Progress
 from common.reporting import plots
+from common.run.artifact import begin_stage, input_digests, write_directory, write_record
 
 TENSORS, PICTURES = "similarity.safetensors", ("similarity.png", "pairs.png")
 COLUMNS = ("key.cos", "value.cos", "key.dist", "value.dist")
@@ -84,9 +83,9 @@ def main():
     if args.key_context and not args.energy:
         raise UserError("--key-context: expected --energy with it, found none")
     source = args.calibration or os.path.join(args.run, "calibration")
-    output = os.path.join(args.run, "similarity.json")
-    started = artifacts.begin_stage("02_similarity.py", args, output, beside=(TENSORS, *PICTURES),
-                              inputs=artifacts.input_digests(args.run, [source]))
+    output = os.path.join(args.run, "similarity")
+    inputs = input_digests(args.run, [source])
+    started = begin_stage("02_similarity.py", args, output, inputs=inputs)
     calibration = Calibration(source)
     model = calibration.model
     context = key_context(args.key_context, calibration.summary["positions"])
@@ -100,11 +99,11 @@ def main():
     means = {name: pair_mean(matrix) for name, matrix in similarity.items()}
     print_means(means, model["layers"])
     summary = {name: round(float(mean.mean()), 6) for name, mean in means.items()}
-    with artifacts.write_beside(output) as aside:
+    with write_directory(output) as aside:
         save_file(similarity, os.path.join(aside, TENSORS))
         draw_similarity(aside, similarity)
-        artifacts.write_record(aside, started.record(model, summary), os.path.basename(output))
-    print(f"wrote   {os.path.join(args.run, TENSORS)}")
+        write_record(aside, started.record(model, summary))
+    print(f"wrote   {output}")
     print(f"02_similarity: mean cosine between heads, "
           f"keys {summary['key.cos.before']:.3f} -> {summary['key.cos.after']:.3f}, "
           f"values {summary['value.cos.before']:.3f} -> {summary['value.cos.after']:.3f} in "

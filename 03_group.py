@@ -1,8 +1,9 @@
 """Stage 3: choose which key/value heads of each layer to merge. In a GQA source, query heads move with them.
 
-Reads   RUN/similarity.safetensors
-Writes  RUN/groups.json: each layer's source key/value heads split into kv_heads groups, with their scores
-        RUN/groups.png: heads by group, and the scores that they were grouped by (--by none: their cosines)
+Reads   RUN/similarity/
+Writes  RUN/groups/: stage.json has each layer's source key/value heads split into kv_heads groups, which may
+        be edited, and their scores; groups.png: heads by group, and the scores that they were grouped by
+        (--by none: their cosines)
 
     python 03_group.py --run runs/llama2-7b --kv-heads 8 --by value --criterion dist
     python 03_group.py --kv-heads 4              # seconds on a CPU for the demo model
@@ -18,21 +19,27 @@ import os
 
 import numpy as np
 
-from common.artifacts import begin_stage, input_digests, read_tensors, write_beside, write_record
 from common.cli import positive, run_stage, seed, stage_parser
 from common.closed_form.layer import similarity_by
 from common.families import check_kv_heads
+from common.kinds import BY, CRITERION
 from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups, score
-from common.records import BY, CRITERION
 from common.reporting import plots
+from common.run.artifact import (
+    begin_stage,
+    input_digests,
+    read_record,
+    read_tensors,
+    write_directory,
+    write_record,
+)
 
 PICTURE = "groups.png"
 
 
 def parse():
     parser = stage_parser(__doc__)
-    parser.add_argument("--similarity", metavar="FILE",
-                        help="default: RUN/similarity.safetensors")
+    parser.add_argument("--similarity", metavar="DIR", help="default: RUN/similarity")
     parser.section("grouping")
     parser.add_argument("--kv-heads", type=positive,
                         help="kv heads to keep per layer (default: a quarter of the source's)")
@@ -60,11 +67,11 @@ def draw_groups(path: str, scores: dict[str, np.ndarray], kind: str, groups: np.
 
 def main():
     args = parse()
-    source = args.similarity or os.path.join(args.run, "similarity.safetensors")
-    output = os.path.join(args.run, "groups.json")
-    inputs = input_digests(args.run, [source])
-    started = begin_stage("03_group.py", args, output, beside=(PICTURE,), inputs=inputs)
-    tensors, measured = read_tensors(source, "02_similarity.py")
+    source = args.similarity or os.path.join(args.run, "similarity")
+    output = os.path.join(args.run, "groups")
+    started = begin_stage("03_group.py", args, output, inputs=input_digests(args.run, [source]))
+    measured = read_record(source, "02_similarity.py")
+    tensors = read_tensors(source, "similarity.safetensors", measured)
     model = measured["model"]
     similarity = similarity_by(tensors, source, model, args.by, args.criterion)
     layers, source_kv_heads = model["layers"], model["kv_heads"]
@@ -86,15 +93,15 @@ def main():
     criterion = args.criterion if BY[args.by].compared else None
     summary = {"kv_heads": kv_heads, "by": args.by, "criterion": criterion}
     summary |= {f"score_{name}": np.round(values, 9).tolist() for name, values in scores.items()}
-    record = started.record(model, summary) | {"kv_heads": kv_heads, "groups": groups.tolist()}
-    record["calibration"] = next(iter(measured["inputs"].values()), None)  # the one that stage 2 read
+    calibration = next(iter(measured["inputs"].values()), None)  # the one that stage 2 read
+    record = started.record(model, summary, groups=groups.tolist(), calibration=calibration)
     drawn = {f"by {args.by}": similarity}
     if args.by == "none":
         drawn = {f"{head}s after": tensors[f"{head}.cos.after"].numpy() for head in ("key", "value")}
     kind = args.by if args.by in plots.SCORES else criterion or "cos"
-    with write_beside(output) as aside:
+    with write_directory(output) as aside:
         draw_groups(os.path.join(aside, PICTURE), drawn, kind, groups)
-        write_record(aside, record, os.path.basename(output))
+        write_record(aside, record)
     print(f"wrote   {output}")
     print(f"03_group: mean score per layer {scores['found'].mean():.5f}, adjacent heads "
           f"{scores['default'].mean():.5f} in {started.clock()} s")

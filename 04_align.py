@@ -1,6 +1,6 @@
 """Stage 4: align the heads of each group by rotations that leave the model equivalent, then merge them.
 
-Reads   the source model, RUN/calibration/, RUN/groups.json
+Reads   the source model, RUN/calibration/, RUN/groups/
 Writes  RUN/aligned/   an ordinary checkpoint equivalent to the source: heads rotated, groups consecutive
         RUN/merged/    a stock GQA checkpoint: the groups of aligned/ merged, untrained
         RUN/align.partial/   until both are complete: aligned/, verified, and every layer that is refitted
@@ -34,13 +34,14 @@ layer that was not refitted. Another command, or another version, removes what t
 
 import common.openmp  # noqa: F401 - before torch
 import os
+import shutil
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import artifacts, models
+from common import models
 from common.calibration import Calibration
 from common.cli import device, peak_memory, positive, run_stage, stage_parser
 from common.closed_form.layer import choose_merges
@@ -50,13 +51,22 @@ from common.data.text import EVALUATION, digests_of
 from common.equivalence import max_difference, mean_kl, perplexity_of, require_close
 from common.errors import Complete, UserError
 from common.families import key_context, merged_parameters, norm_kind
-from common.files import write_directory
+from common.kinds import CRITERION, MERGES, REFITS, find_group_fault
 from common.layers import CheckpointWriter, Layers
 from common.method.merge import fuse_groups, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
-from common.parts import Parts, remove_parts
 from common.progress import Progress
-from common.records import CRITERION, MERGES, REFITS
+from common.run.artifact import (
+    RECORD,
+    Parts,
+    begin_stage,
+    digest,
+    input_digests,
+    read_record,
+    refuse_own_source,
+    write_directory,
+    write_record,
+)
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
 ROUNDING = 8  # times the source's own difference from float64 is rounding, too; measured: about once
@@ -67,7 +77,7 @@ STORED_KL = 0.01  # nats per token from the source to a 16-bit aligned/: bfloat1
 def parse():
     parser = stage_parser(__doc__)
     parser.add_argument("--calibration", metavar="DIR", help="default: RUN/calibration")
-    parser.add_argument("--groups", metavar="FILE", help="default: RUN/groups.json")
+    parser.add_argument("--groups", metavar="DIR", help="default: RUN/groups")
     parser.add_argument("--rotate", choices=("none", *CRITERION), default="dist",
                         help="align unit-norm (cos) or raw (dist) vectors, or only reorder heads (none)")
     parser.section("merging")
@@ -127,15 +137,19 @@ def evenly(tokens: torch.Tensor, count: int) -> torch.Tensor:
 def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     """Read and validate all inputs except Grams and weights, and print a line for each."""
     calibration = Calibration(calibration_path)
-    grouping = artifacts.read_record(groups_path, "03_group.py", calibration.model)
-    if grouping["calibration"] != artifacts.digest(calibration_path):
+    grouping = read_record(groups_path, "03_group.py", calibration.model)
+    kv_heads = grouping["summary"]["kv_heads"]
+    fault = find_group_fault(grouping["groups"], calibration.model, kv_heads)
+    if fault:
+        raise UserError(f"{groups_path}/{RECORD}: {fault}; run 03_group.py again with --force")
+    if grouping["calibration"] != digest(calibration_path):
         raise UserError(f"{groups_path}: expected groups of heads in {calibration_path}, found those of "
                         "another calibration; run 02_similarity.py and 03_group.py again with --force")
     home = os.path.dirname(os.path.normpath(calibration_path))  # has what the calibration generated
     source = models.source_model(calibration.record, home)
     path, by = source["path"], grouping["summary"]["by"]
     config = models.load_config(path)
-    print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
+    print(f"reads   {path}; {calibration_path}; {groups_path} ({kv_heads} groups by {by})")
     first = models.empty_model(path, config, torch.float32).model.layers[0]
     normed = norm_kind(first.self_attn) != "head" or "key.normed" in calibration.layer(0)
     if args.merge == "closed-form" and not normed:
@@ -304,7 +318,7 @@ def refit_layer(refit: Refit, parts: Parts, name: str, layer, merged) -> dict:
 
 def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args, parts: Parts) -> dict:
     """Merge the groups of the aligned `layers` and write the result. Returns the metrics of the refit."""
-    source, config = inputs.source, merged_config(layers.config, inputs.grouping["kv_heads"])
+    source, config = inputs.source, merged_config(layers.config, inputs.grouping["summary"]["kv_heads"])
     refit = start_refit(args, layers, inputs) if args.refit else None
     with CheckpointWriter(directory, config, inputs.dtype, source["path"]) as writer:
         aligned_layers = Progress(layers.decoder_layers(), "merging", source["layers"], unit="layer")
@@ -329,16 +343,16 @@ def main():
     args = parse()
     aligned_path, merged_path = (os.path.join(args.run, name) for name in ("aligned", "merged"))
     calibration_path = args.calibration or os.path.join(args.run, "calibration")
-    groups_path = args.groups or os.path.join(args.run, "groups.json")
-    digests = artifacts.input_digests(args.run, [calibration_path, groups_path]) | digests_of([args.text])
+    groups_path = args.groups or os.path.join(args.run, "groups")
+    digests = input_digests(args.run, [calibration_path, groups_path]) | digests_of([args.text], args.run)
     partial_path = os.path.join(args.run, "align.partial")
     try:
-        started = artifacts.begin_stage("04_align.py", args, aligned_path, merged_path, inputs=digests)
+        started = begin_stage("04_align.py", args, aligned_path, merged_path, inputs=digests)
     except Complete:
-        remove_parts(partial_path, "04_align.py")  # of a run that was killed at its very end
+        shutil.rmtree(partial_path, ignore_errors=True)  # of a run that was killed at its very end
         raise
     inputs = read_inputs(args, calibration_path, groups_path)
-    artifacts.refuse_own_source(inputs.source, aligned_path, merged_path)
+    refuse_own_source(inputs.source, aligned_path, merged_path)
     source, calibrated, tokens = inputs.source, inputs.calibration.summary, inputs.tokens
     grams_of = partial(inputs.calibration.grams, models.pick_device(args.device))
 
@@ -346,7 +360,9 @@ def main():
     lost = []
     merges = choose_merges(args.merge, grams_of, inputs.groups, rotations, inputs.context, lost)
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
-        parts = Parts(partial_path, started.record(source, {}) | {"device": models.pick_device(args.device)})
+        record = started.record(source, {})
+        made_by = {name: record[name] for name in ("stage", "flags", "inputs", "packages", "commit")}
+        parts = Parts(partial_path, made_by | {"device": models.pick_device(args.device)})
         verified, metrics, logits = verified_part(parts, args, inputs, rotations)
         # from aligned/ as stored, because stage 5 blends the two
         metrics |= write_merged(merged, open_layers(verified, args), inputs, merges, args, parts)
@@ -357,12 +373,12 @@ def main():
         summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | metrics
         summary |= {"key_context": inputs.context, "calibration_tokens": calibrated["tokens"],
                     "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
-        written = started.record(source, summary) | {"groups": inputs.grouping["groups"]}
+        written = started.record(source, summary, groups=inputs.grouping["groups"])
+        os.remove(os.path.join(verified, RECORD))  # the part's
         os.rename(verified, aligned)
-        artifacts.write_record(aligned, written)
-        written["inputs"] = written["inputs"] | {"aligned": artifacts.digest(aligned)}
-        artifacts.write_record(merged, written)
-    remove_parts(partial_path, started.stage)
+        write_record(aligned, written)
+        write_record(merged, written | {"inputs": written["inputs"] | {"RUN/aligned": digest(aligned)}})
+    shutil.rmtree(partial_path, ignore_errors=True)
     print(f"wrote   {aligned_path}\nwrote   {merged_path}")
     print(f"04_align: perplexity source {metrics['perplexity_source']:.3f}, aligned "
           f"{metrics['perplexity_aligned']:.3f}, merged to {summary['kv_heads']} kv heads ({args.merge}"

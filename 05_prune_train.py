@@ -54,15 +54,6 @@ from dataclasses import replace
 import torch
 
 from common import cli
-from common.artifacts import (
-    RECORD,
-    Claim,
-    begin_stage,
-    input_digests,
-    read_record,
-    verify_files,
-    write_record,
-)
 from common.cli import Flag, run_stage, stage_parser
 from common.data import demo
 from common.data.data_sets import DATA_SET
@@ -71,12 +62,21 @@ from common.data.tasks import TASKS
 from common.data.text import NONE, is_generated
 from common.errors import UserError
 from common.head import head_of
+from common.kinds import SOURCE
 from common.method.losses import distillation_loss
 from common.method.masks import blended_name, l0_loss, set_masks
 from common.metrics import CHAT_SET, METRICS, OPEN_MASKS, TEXT_SET, outcome, read_metrics, summarize
 from common.models import config_file, fingerprint
-from common.records import SOURCE
 from common.reporting import plots
+from common.run.artifact import (
+    RECORD,
+    Started,
+    begin_stage,
+    input_digests,
+    read_record,
+    verify_files,
+    write_record,
+)
 from common.training import checkpoints, hardware, plan, students
 from common.training.conversion import STAGE, TrainingRun, read_conversion
 from common.training.disk import print_disk
@@ -322,7 +322,7 @@ def train_student(run: TrainingRun, settings: Settings) -> bool:
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     read = [run.teacher] if settings.teacher != SOURCE else []
-    read += [run.pool.texts.path] if run.pool.texts else []
+    read += [os.path.dirname(run.pool.texts.path)] if run.pool.texts else []
     inputs = conversion.inputs | input_digests(run.started.args.run, read)
     ranks.say(f"pruning {conversion.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
     if ranks.first:
@@ -349,7 +349,8 @@ def settings_to_resume(run: TrainingRun, settings: Settings) -> dict:
     conversion = run.conversion
     starts = {"aligned": conversion.aligned, "merged": conversion.merged, "teacher": run.teacher}
     starts |= {"student": conversion.exported} if conversion.exported else {}
-    starts = {name: fingerprint(path) for name, path in starts.items()}
+    starts = checkpoints.of_first_rank({name: fingerprint(path) for name, path in starts.items()}
+                                       if run.ranks.first else None)
     shared = {"merge": conversion.merge, "kv_heads": conversion.kv_heads}
     return (settings.schedule.to_resume() | settings.resumed | shared | run.computation
             | run.pool.description() | starts)
@@ -362,7 +363,7 @@ def write_student(run: TrainingRun, schedule: Schedule, recorded: dict, inputs: 
     summary = recorded | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, conversion.title)
     record = replace(run.started, inputs=inputs).record(conversion.model, summary)
-    write_record(directory, record, of=checkpoints.own_files(directory, checkpoints.OF_STUDENT))
+    write_record(directory, record)
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "
           f"{run.started.clock()} s")
@@ -387,7 +388,7 @@ def print_plan(run: TrainingRun, settings: Settings) -> None:
           f"{', including the teacher' * (len(phases) > 1)}{', besides generating text' * generates}")
 
 
-def prune_train(args, started: Claim, ranks) -> int:
+def prune_train(args, started: Started, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     conversion = expected_conversion(args) if args.model else read_conversion(args.run, ranks, args.student)
     flags = [flag for section in FLAGS.values() for flag in section]
@@ -399,7 +400,7 @@ def prune_train(args, started: Claim, ranks) -> int:
     if settings.force:
         earlier = [] if settings.teacher else [run.teacher, run.teacher + ".train"]
         checkpoints.start_anew([run.directory, *earlier], ranks)
-    checkpoints.refuse_foreign(run.directory)  # before hours of the teacher's
+    checkpoints.refuse_foreign(run.directory, ranks)  # before hours of the teacher's
     return train(run, settings)
 
 
@@ -423,7 +424,7 @@ def main() -> int:
     if args.model:
         # a file: no training is in it
         args.run = config_file(str(demo.SHIPPED) if args.model == demo.DEMO else args.model)
-        started = Claim(STAGE, args, {}, {}, cli.Clock())
+        started = Started(STAGE, args, {}, {}, cli.Clock())
     else:
         started = begin_stage(STAGE, args)
     if args.deterministic:

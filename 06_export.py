@@ -27,7 +27,7 @@ from statistics import mean
 
 import torch
 
-from common import artifacts, cli, proof
+from common import cli, proof
 from common.calibration import Calibration
 from common.cli import peak_memory, run_stage, stage_parser
 from common.closed_form.cache_basis import CacheSamples, change_basis, fit_basis
@@ -35,7 +35,6 @@ from common.data.text import NONE
 from common.equivalence import max_difference, require_close
 from common.errors import UserError
 from common.evaluate import require_finite
-from common.files import write_directory
 from common.layers import CheckpointWriter, Layers
 from common.method.merge import merged_config
 from common.metrics import CONTENT, METRICS, OPEN_MASKS, read_metrics
@@ -43,6 +42,17 @@ from common.models import is_hub_name, load_config, load_tokenizer, weight_dtype
 from common.progress import Progress
 from common.quantized_cache import BLOCK, LAYOUTS, attention_with, has_blocks
 from common.reporting import card as model_card
+from common.run.artifact import (
+    begin_stage,
+    check_input,
+    check_same_model,
+    input_digests,
+    read_record,
+    refuse_own_source,
+    verify_files,
+    write_directory,
+    write_record,
+)
 from common.training import checkpoints
 
 # relative to the largest logit: both compute the same float32 products, whose order no library promises
@@ -75,22 +85,17 @@ def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
 
     Raises UserError unless both are intact and the student was trained from this aligned/ and merged/.
     """
-    trained = artifacts.read_record(training, "05_prune_train.py")
-    alignment = artifacts.read_record(aligned, "04_align.py")
+    trained = read_record(training, "05_prune_train.py")
+    alignment = read_record(aligned, "04_align.py")
     if "kv_heads" not in trained["summary"]:
         raise UserError(f"{training}: expected a trained student, found a teacher")
-    artifacts.check_same_model(training, alignment["model"], trained["model"])
-    artifacts.check_input(trained, aligned)
+    check_same_model(training, alignment["model"], trained["model"])
+    check_input(trained, aligned)
     if os.path.isdir(merged):
-        artifacts.check_input(artifacts.read_record(merged, "04_align.py"), aligned)
-        artifacts.check_input(trained, merged)
-    artifacts.verify_files(training, trained)
-    artifacts.verify_files(aligned, alignment)
-    for name, expected in checkpoints.read_settings(os.path.join(training, checkpoints.SETTINGS)).items():
-        found = trained["summary"].get(name)
-        if found != expected:
-            raise UserError(f"{training}: expected {name} {expected} as in its {checkpoints.SETTINGS}, "
-                            f"found {found}")
+        check_input(read_record(merged, "04_align.py"), aligned)
+        check_input(trained, merged)
+    verify_files(training, trained)
+    verify_files(aligned, alignment)
     return trained, alignment
 
 
@@ -122,7 +127,7 @@ def without_paths(record: dict) -> dict:
     if is_hub_name(model["name"]):
         named["name"] = model["name"]
     run = os.path.basename(os.path.abspath(arguments["run"]))
-    return record | {"directory": run, "model": model | named, "arguments": arguments | {"run": run}}
+    return record | {"model": model | named, "arguments": arguments | {"run": run}}
 
 
 def write_layers(writer: CheckpointWriter, layers: Layers, tokens: torch.Tensor, layout: str | None = None,
@@ -153,7 +158,7 @@ def write_layers(writer: CheckpointWriter, layers: Layers, tokens: torch.Tensor,
 def basis_text(directory: str, alignment: dict) -> torch.Tensor:
     """The first tokens of a calibration, [n, T], which must be of the source model."""
     calibration, (sequences, length) = Calibration(directory), BASIS_TEXT
-    artifacts.check_same_model(directory, alignment["model"], calibration.model)
+    check_same_model(directory, alignment["model"], calibration.model)
     return calibration.tokens()[:sequences, :length]
 
 
@@ -164,11 +169,11 @@ def main():
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
     calibration = args.calibration or os.path.join(args.run, "calibration")
     directories = [merged] if args.untrained else [training, aligned]
-    inputs = artifacts.input_digests(args.run, directories + [calibration] * bool(args.cache_basis))
-    started = artifacts.begin_stage("06_export.py", args, output, inputs=inputs)
+    inputs = input_digests(args.run, directories + [calibration] * bool(args.cache_basis))
+    started = begin_stage("06_export.py", args, output, inputs=inputs)
     if args.untrained:
-        trained, alignment = None, artifacts.read_record(merged, "04_align.py")
-        artifacts.verify_files(merged, alignment)
+        trained, alignment = None, read_record(merged, "04_align.py")
+        verify_files(merged, alignment)
     else:
         trained, alignment = read_records(training, aligned, merged)
         weights = chosen_weights(training, trained)
@@ -181,7 +186,7 @@ def main():
         layers = Layers(weights.path, computed, "cpu", layerwise=True, config=config, weights=weights)
     else:
         layers = Layers(merged, computed, "cpu", layerwise=True)
-    artifacts.refuse_own_source(alignment["model"], output)
+    refuse_own_source(alignment["model"], output)
     kv_heads, config = alignment["summary"]["kv_heads"], layers.config
     parameters = sum(parameter.numel() for parameter in layers.model.parameters())
     dtype = weight_dtype(args.dtype, stored)
@@ -220,7 +225,7 @@ def main():
         export = started.record(alignment["model"], summary)
         chat = bool(load_tokenizer(aside).chat_template)
         model_card.write(aside, alignment, trained, export, chat)
-        artifacts.write_record(aside, without_paths(export))
+        write_record(aside, without_paths(export))
     print(f"check   {'student' if trained else 'merged/'} against export, loaded back as {dtype}: max |logit "
           f"difference| {difference:.2e}")
     if layout:

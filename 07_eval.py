@@ -2,9 +2,9 @@
 
 Reads   any checkpoints (default: the teacher, merged/ and gqa/ of RUN), the validation sets of the eight
         tasks, chats, a text, or what a calibration has not read of its own
-Writes  RUN/eval.json and RUN/eval.md: a column per checkpoint, or a row if there are more than six
-        RUN/frontier.png: bytes against KL of every checkpoint and cache, with --cache
-        RUN/eval.jsonl: each checkpoint's answer to each question
+Writes  RUN/eval/: eval.md, a column per checkpoint, or a row if there are more than six; its figures in
+        stage.json; eval.jsonl, each checkpoint's answer to each question; with --cache frontier.png, bytes
+        against KL of every checkpoint and cache
         the scores into the model card (README.md) of a checkpoint exported by stage 6 in RUN
 
     python 07_eval.py --run runs/llama2-7b --device cuda
@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 
-from common import artifacts, cli, evaluate, models, proof
+from common import cli, evaluate, models, proof
 from common.cli import run_stage, stage_parser
 from common.compared import (
     ANSWER_TOKENS,
@@ -49,16 +49,15 @@ from common.compared import (
     same_tokenizers,
 )
 from common.data import demo
-from common.data.rows import TABLE_NAMES, Sample, abbreviated, parse_object
+from common.data.rows import TABLE_NAMES, Sample
 from common.data.sources import CHECKED
 from common.data.tasks import TASKS
 from common.data.text import EXPECTED, NONE, digests_of
 from common.errors import Complete, UserError
-from common.files import read_text, write_text
+from common.kinds import SOURCE
 from common.layers import Layers
 from common.metrics import OPEN_MASKS, TEXT
 from common.quantized_cache import BITS, BLOCK, LAYOUTS, has_blocks, parse_cache
-from common.records import SOURCE
 from common.reporting import card, plots
 from common.reporting.tables import (
     answers_section,
@@ -69,10 +68,19 @@ from common.reporting.tables import (
     summary_line,
     without_speeds,
 )
+from common.run.artifact import (
+    RECORD,
+    begin_stage,
+    input_digests,
+    read_record,
+    verify_files,
+    write_directory,
+    write_record,
+)
+from common.run.files import read_json, read_text, write_text
 
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
-TABLE, OUTCOMES, PICTURE = "eval.md", "eval.jsonl", "frontier.png"  # next to eval.json
-WRITERS = ("04_align.py", "05_prune_train.py", "06_export.py")  # stages that record a checkpoint's files
+TABLE, OUTCOMES, PICTURE = "eval.md", "eval.jsonl", "frontier.png"
 
 
 def parse():
@@ -157,8 +165,8 @@ def register(modules) -> None:
 def default_checkpoints(run: str) -> dict[str, str]:
     """Column name -> checkpoint in RUN, which need not exist; the student's teacher may lie elsewhere."""
     paths, directory = {name: os.path.join(run, name) for name in CHECKPOINTS}, os.path.join(run, "train")
-    if os.path.exists(os.path.join(directory, artifacts.RECORD)):
-        trained = artifacts.read_record(directory, "05_prune_train.py")
+    if os.path.exists(os.path.join(directory, RECORD)):
+        trained = read_record(directory, "05_prune_train.py")
         teacher = trained["arguments"].get("teacher")
         if teacher == SOURCE:
             paths = {SOURCE: models.source_model(trained, run)["path"]} | paths
@@ -191,23 +199,16 @@ def verify(path: str) -> dict:
 
     Raises UserError if its files differ from its stage's record.
     """
-    file = os.path.join(path, artifacts.RECORD)
-    if not os.path.exists(file):
+    record = read_json(os.path.join(path, RECORD))
+    if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
         return {}
-    with open(file, "rb") as stream:
-        stage = parse_object(stream.read(), file).get("stage")
-    if not isinstance(stage, str):
-        raise UserError(f"{file}: expected the record of a stage, found stage {abbreviated(stage)}")
-    if stage not in WRITERS:
-        return {}
-    record = artifacts.read_record(path, stage)
-    artifacts.verify_files(path, record)
-    count = record["summary"].get(OPEN_MASKS)
+    verify_files(path, record)
+    count = record.get("summary", {}).get(OPEN_MASKS)
     return {} if count is None else {OPEN_MASKS: count}
 
 
 def has_card(path: str) -> bool:
-    return os.path.exists(os.path.join(path, artifacts.CARD))
+    return os.path.exists(os.path.join(path, card.CARD))
 
 
 def is_within(path: str, run: str) -> bool:
@@ -219,7 +220,7 @@ def choose_sources(args) -> tuple[str, str]:
     """Sources of the questions and the text; the demo's are the default for a run of the demo model."""
     path, name = os.path.join(args.run, "calibration"), None
     if os.path.exists(path):
-        name = artifacts.read_record(path, "01_calibrate.py")["model"]["name"]
+        name = read_record(path, "01_calibrate.py")["model"]["name"]
     tasks, text = demo.default_sources(name == demo.DEMO)
     return args.tasks or tasks, args.text or text
 
@@ -307,22 +308,21 @@ def measure_all(described: dict, tokenized: dict[str, Tokenized], tasks, compara
 def main():
     args = parse()
     register(args.register or ())
-    output = os.path.join(args.run, "eval.json")
+    output = os.path.join(args.run, "eval")
     checkpoints = choose_checkpoints(args)
     described = {name: models.describe(path) for name, path in checkpoints.items()}
     inputs = {name: model["fingerprint"] for name, model in described.items()}
-    inputs |= digests_of([args.text, args.chat, args.prompts, *task_files(args.tasks)])
-    inputs |= artifacts.input_digests(args.run, [args.text] if is_calibration(args.text or "") else [])
+    inputs |= digests_of([args.text, args.chat, args.prompts, *task_files(args.tasks)], args.run)
+    inputs |= input_digests(args.run, [args.text] if is_calibration(args.text or "") else [])
     try:
-        started = artifacts.begin_stage(
-            "07_eval.py", args, output, beside=(TABLE, OUTCOMES, PICTURE), inputs=inputs)
+        started = begin_stage("07_eval.py", args, output, inputs=inputs)
     except Complete:
-        print(read_text(os.path.join(args.run, TABLE)))
+        print(read_text(os.path.join(output, TABLE)))
         raise
     open_masks = {name: verify(path) for name, path in checkpoints.items()}
     for path in checkpoints.values():
         if has_card(path) and is_within(path, args.run):  # one that cannot be read gets no scores
-            read_text(os.path.join(path, artifacts.CARD))
+            read_text(os.path.join(path, card.CARD))
     source, text = choose_sources(args)
     tasks = {} if args.layerwise else read_questions(args, source)
     prompts = read_prompts(args.prompts)
@@ -342,23 +342,23 @@ def main():
     said = partial(caption, source=source, limit=args.limit, seed=args.seed,
                    hardware=f"{device}, {args.dtype}", bos=args.bos)
     memory = cli.peak_memory()
-    record = started.record(described[reference], {"peak_memory_gib": memory})
-    record |= {"device": device, "begin_of_sequence": args.bos, "prompts": prompts, "results": results}
-    with artifacts.write_beside(output) as aside:
+    record = started.record(described[reference], {"peak_memory_gib": memory}, device=device,
+                            begin_of_sequence=args.bos, prompts=prompts, results=results)
+    with write_directory(output) as aside:
         write_text(os.path.join(aside, OUTCOMES), "".join(json.dumps(each) + "\n" for each in outcomes))
         write_text(os.path.join(aside, TABLE), f"{said(results[reference])}\n\n{table}\n")
         if cache_rows(results):
             title = f"KL from {os.path.basename(described[reference]['path'])}"
             plots.frontier(os.path.join(aside, PICTURE), cache_rows(results), list(LAYOUTS), title)
-        artifacts.write_record(aside, record, os.path.basename(output))
-    print(f"\n{table}\n\nwrote   {output}, eval.jsonl, eval.md")
+        write_record(aside, record)
+    print(f"\n{table}\n\nwrote   {output}")
     for name, path in checkpoints.items():
         pair = {key: without_speeds(results[key]) for key in (reference, name)}
         answers = caches_section(pair) + answers_section(prompts, pair)
         if has_card(path) and not is_within(path, args.run):
             print(f"note    {path} is not in {args.run}: scores in its model card, if any, stay as they are")
         elif card.write_scores(path, f"{results_table(pair)}\n\n{said(pair[reference])}{answers}"):
-            print(f"wrote   {os.path.join(path, artifacts.CARD)}: scores")
+            print(f"wrote   {os.path.join(path, card.CARD)}: scores")
     print(f"07_eval: {summary_line(results)}; in {started.clock()} s, peak host memory {memory} GiB")
 
 

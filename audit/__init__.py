@@ -22,11 +22,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import paper
 from audit.training import FLOAT32, recorded_rows, step_rows
-from common.artifacts import read_record, read_tensors
 from common.calibration import Calibration
 from common.cli import Clock, StageParser, non_negative, printable
 from common.errors import UserError
-from common.files import RECORD, read_text, refuse_overwrite, write_text
 from common.layers import return_freed_memory
 from common.method.grouping import anneal, score
 from common.method.masks import BlendedProjection
@@ -37,6 +35,8 @@ from common.method.stats import CRITERIA, LayerGrams, LayerStats, group_blocks, 
 from common.models import load_config, source_model
 from common.reporting.report import command
 from common.reporting.tables import markdown_table, markdown_text
+from common.run.artifact import RECORD, read_record, read_tensors
+from common.run.files import read_text, write_text
 from common.training.conversion import STAGE as STAGE_5
 from common.weights import open_checkpoint
 
@@ -100,8 +100,9 @@ class Run:
         self.directory = directory
         self.calibration = Calibration(self.path("calibration"))
         self.model = source_model(self.calibration.record, directory)
-        self.similarity, _ = read_tensors(self.path("similarity.safetensors"), "02_similarity.py")
-        self.grouping = read_record(self.path("groups.json"), "03_group.py", self.model)
+        measured = read_record(self.path("similarity"), "02_similarity.py", self.model)
+        self.similarity = read_tensors(self.path("similarity"), "similarity.safetensors", measured)
+        self.grouping = read_record(self.path("groups"), "03_group.py", self.model)
         self.alignment = read_record(self.path("aligned"), "04_align.py", self.model)
         trained = os.path.exists(os.path.join(self.path("train"), RECORD))
         self.training = read_record(self.path("train"), STAGE_5, self.model) if trained else None
@@ -366,7 +367,8 @@ def main() -> int:
     args = parser.parse_args()
     return_freed_memory()
     path = os.path.join(args.run, "paper.md")
-    refuse_overwrite(path, os.path.isfile(path) and read_text(path).startswith((TITLE, f"| {HEADER[0]}")))
+    if os.path.exists(path) and not read_text(path).startswith((TITLE, f"| {HEADER[0]}")):
+        raise UserError(f"{path}: expected nothing or an earlier page, found another file; move it away")
     run = Run(args.run)
     layers = choose_layers(args.layer, run)
     rows = all_rows(run, layers)

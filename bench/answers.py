@@ -19,9 +19,9 @@ import torch
 from bench.machine import machine, named_directories, standard_error
 from common.cli import Parser, positive, run_stage
 from common.evaluate import complete, prompt_ids
-from common.files import write_text
 from common.models import load_model, load_tokenizer, pick_device
 from common.reporting.tables import markdown_table, markdown_text
+from common.run.files import write_text
 
 QUESTIONS = Path(__file__).with_name("questions.txt")  # QUESTION | WORD / WORD
 

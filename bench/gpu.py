@@ -21,11 +21,11 @@ import torch
 import transformers
 
 from bench.machine import machine as processor
-from common.artifacts import source_commit
 from common.cli import run_stage
 from common.errors import UserError
-from common.files import write_json, write_text
 from common.reporting.tables import markdown_table
+from common.run.artifact import source_commit
+from common.run.files import write_json, write_text
 
 TIMED_OUT = (124, 137)  # exit codes of timeout(1)
 LEFT_OUT = -1  # of a row that had no time to begin

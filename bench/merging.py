@@ -21,9 +21,9 @@ from common.cli import Parser, run_stage
 from common.data.demo import resolve_model
 from common.data.text import EVALUATION, load_tokens
 from common.evaluate import perplexity
-from common.files import write_json, write_text
 from common.models import load_config, load_model, load_tokenizer
 from common.reporting.tables import markdown_table
+from common.run.files import write_json, write_text
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CLOSED = ["--merge", "closed-form"]

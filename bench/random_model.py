@@ -9,8 +9,8 @@ from transformers import LlamaForCausalLM
 from bench.train_step import SHAPES, model_config
 from common.cli import Parser, positive, run_stage
 from common.data.demo import DEMO, resolve_model
-from common.files import write_directory
 from common.models import load_tokenizer
+from common.run.artifact import write_directory
 
 
 def parse():

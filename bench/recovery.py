@@ -24,14 +24,14 @@ import tempfile
 import time
 
 from bench.machine import machine, standard_error
-from common.artifacts import read_record
 from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, TOKEN, load_tokens, write_array
 from common.errors import UserError
-from common.files import read_json, write_json, write_text
 from common.metrics import OPEN_MASKS
 from common.models import load_tokenizer
 from common.reporting.tables import markdown_table
+from common.run.artifact import read_record
+from common.run.files import read_json, write_json, write_text
 
 STAGE_5 = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "05_prune_train.py")
 # --masks of stage 5 -> its name in the table

@@ -21,10 +21,10 @@ from bench.machine import machine, named_directories
 from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
 from common.errors import UserError
-from common.files import write_text
 from common.models import load_config, load_model, load_tokenizer, pick_device
 from common.progress import Progress
 from common.reporting.tables import markdown_table
+from common.run.files import write_text
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "black", "brown", "purple")
 DEPTHS = tuple((2 * tenth + 1) / 20 for tenth in range(10))  # share of the text before the key asked for

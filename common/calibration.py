@@ -8,19 +8,24 @@ import torch
 from safetensors.torch import save_file
 
 from common import families
-from common.artifacts import read_record, read_verified, verify_files
 from common.errors import UserError
 from common.forward import run_layer
 from common.layers import Layers
 from common.method.rope import free_pairs
 from common.method.stats import LayerGrams, LayerStats, output_gram
 from common.progress import Progress
-from common.records import TOKENS, layer_file
+from common.run.artifact import read_record, read_tensors, verify_files
 from common.weights import check_finite
 
 BATCH = 4  # sequences per forward pass: other batches sum in another order
 SEQUENCES, LENGTH = 128, 2048  # of the paper's calibration, and tokens in each
 SAMPLED = 256  # tokens whose raw head vectors are kept
+TOKENS = "tokens.safetensors"  # what was read
+
+
+def layer_file(index: int) -> str:
+    """File name of a layer in a calibration directory."""
+    return f"layer-{index:05d}.safetensors"
 
 
 class Collector:
@@ -103,9 +108,7 @@ def write_tokens(directory: str, tokens: torch.Tensor) -> None:
 
 
 class Calibration:
-    """A calibration directory. Its files are as its record says whenever they are read: one that was replaced
-    meanwhile is refused.
-    """
+    """A calibration directory. One of its files that was replaced is refused whenever it is read."""
 
     def __init__(self, path: str):
         """Verify the files. Raises UserError."""
@@ -116,11 +119,11 @@ class Calibration:
 
     def tokens(self) -> torch.Tensor:
         """The tokens that were read, int64 [sequences, length]."""
-        return read_verified(self.path, TOKENS, self.record)["tokens"].long()
+        return read_tensors(self.path, TOKENS, self.record)["tokens"].long()
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """A layer's tensors, by name ("value.raw", "key.raw", "sample.key", ...)."""
-        tensors, name = read_verified(self.path, layer_file(index), self.record), layer_file(index)
+        tensors, name = read_tensors(self.path, layer_file(index), self.record), layer_file(index)
         check_finite(tensors.items(), os.path.join(self.path, name))
         kv_heads, size = self.model["kv_heads"], self.model["head_dim"]
         expected, found = [kv_heads * (kv_heads + 1) // 2, size, size], list(tensors["key.raw"].shape)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common import artifacts, evaluate, models, proof
+from common import evaluate, models, proof
 from common.data.chat import has_tokens, load_chats, load_tokenized
 from common.data.rows import Sample
 from common.data.sources import CHECKED, DataContext, begun, read_unread, unread_length
@@ -20,8 +20,9 @@ from common.data.tasks import (
 )
 from common.data.text import EVALUATION, NONE, load_tokens, sequence_length
 from common.errors import UserError
-from common.files import open_text
 from common.metrics import CHATS, TEXT
+from common.run.artifact import RECORD, read_record
+from common.run.files import open_text
 
 ANSWER_TOKENS = 64  # at most, to a prompt
 
@@ -102,7 +103,7 @@ def read_chats(path: str, tokenizer, config, args) -> tuple[list[Sample], str]:
 
 def is_calibration(text: str) -> bool:
     """Whether --text is a directory with a stage's record, which has to be stage 1's."""
-    return os.path.exists(os.path.join(text, artifacts.RECORD))
+    return os.path.exists(os.path.join(text, RECORD))
 
 
 def read_calibration_text(calibration: str, args) -> tuple[torch.Tensor, str]:
@@ -110,7 +111,7 @@ def read_calibration_text(calibration: str, args) -> tuple[torch.Tensor, str]:
 
     Sets args.bos to the calibration's. Raises UserError if another is asked for.
     """
-    record = artifacts.read_record(calibration, "01_calibrate.py")
+    record = read_record(calibration, "01_calibrate.py")
     home = os.path.dirname(os.path.normpath(calibration))  # has what the calibration generated
     if args.bos not in (None, begun(record)):
         raise UserError(f"--bos, --no-bos: expected none with --text {calibration}, whose sequences begin "

@@ -17,12 +17,12 @@ from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_h
 from common import proof, sidecars
 from common.errors import UserError
 from common.families import geometry
-from common.files import read_json, refuse_overwrite, sha256, write_directory, write_json
 from common.layers import CheckpointWriter
 from common.models import check_loaded, empty_model
-from common.weights import check_names, fingerprint, first_line
+from common.run.artifact import find_part, sweep, write_directory, write_record
+from common.run.files import stamp
+from common.weights import check_names, first_line
 
-ORIGIN = "gguf.json"  # in the checkpoint: the file it was made from
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral models are stored as llama
 # metadata under the architecture's name that the config takes over or the shapes of the tensors show
 KNOWN = ("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
@@ -53,26 +53,19 @@ def dequantize(file: str, directory: str, force: bool) -> str:
     except ImportError as error:
         raise UserError(f"model {file}: expected the packages gguf and accelerate, which read it, "
                         f"found no {error.name}; pip install gguf accelerate") from error
-    digest = sha256(file)
-    if made_from(directory, digest):
+    made_by = {"stage": "01_calibrate.py", "sha256": stamp(file)["sha256"]}
+    sweep(*os.path.split(os.path.abspath(directory)))
+    if find_part(directory, made_by):
         return directory
-    refuse_overwrite(directory, force)
+    if os.path.lexists(directory) and not force:
+        raise UserError(f"{directory}: expected nothing or what was made from {file}, found something else; "
+                        "pass --force to replace it")
     fields, config = describe(file)
     with write_directory(directory) as aside:
         write(file, fields, config, aside)
-        write_json(os.path.join(aside, ORIGIN),
-                   {"file": file, "sha256": digest, "fingerprint": fingerprint(aside)})
+        write_record(aside, made_by)
     print(f"wrote   {directory}: {file}, dequantized to float32")
     return directory
-
-
-def made_from(directory: str, digest: str) -> bool:
-    """Whether the checkpoint `directory` is unchanged since it was made from the file with this sha256."""
-    try:
-        origin = read_json(os.path.join(directory, ORIGIN))
-        return origin["sha256"] == digest and origin["fingerprint"] == fingerprint(directory)
-    except (OSError, KeyError, TypeError, UserError):  # missing or damaged
-        return False
 
 
 def describe(file: str) -> tuple[dict, AutoConfig]:

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 from huggingface_hub import hf_hub_download, list_repo_files
 
-from common.files import files_in
+from common.run.files import files_in
 from common.weights import TOKENIZER_FILES, WEIGHT_FILES, index_shards
 
 # next to the weights; an adapter is refused, and the card says the license

@@ -19,8 +19,8 @@ from common import hub
 from common.cli import suggest
 from common.errors import UserError
 from common.families import geometry, needs_eager
-from common.files import read_json, write_json
-from common.records import COUNT, Optional, mismatch
+from common.run.artifact import remember_inputs, shown
+from common.run.files import read_json, write_json
 from common.weights import (
     check_finite,
     check_names,
@@ -95,21 +95,27 @@ def load_config(path: str):
         require_content(name)
         with open(name, encoding="utf-8") as file:
             settings = json.load(file)
-        fault = mismatch(settings, {name: Optional(COUNT) for name in SIZES}, "config.json")
-        if fault is None and (settings.get("num_hidden_layers") or 0) > MOST_LAYERS:
-            fault = (f"config.json.num_hidden_layers: expected at most {MOST_LAYERS}, "
-                     f"found {settings['num_hidden_layers']}")
+        fault = size_fault(settings)
         config = None if fault else AutoConfig.from_pretrained(path, trust_remote_code=False, **OUTPUTS)
     except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: expected a model config, found none that transformers can read: "
                         f"{error}") from error
     if fault:
-        raise UserError(f"{path}: {fault}")
+        raise UserError(f"{path}: config.json.{fault}")
     if config.dtype is not None and not getattr(config.dtype, "is_floating_point", False):
         raise UserError(f"{path}: expected weights in floating point, found {config.dtype}")
     # whatever it says: without a mask sdpa alone is causal, and an eager function has one
     config._attn_implementation = "eager" if needs_eager(config) else "sdpa"
     return config
+
+
+def size_fault(settings: dict) -> str | None:
+    """The first size in a config.json that is no positive integer, or beyond reason."""
+    for name in SIZES:
+        size, most = settings.get(name), MOST_LAYERS if name == "num_hidden_layers" else 2**31
+        if size is not None and not (type(size) is int and 0 < size <= most):
+            return f"{name}: expected an integer from 1 to {most}, found {shown(size)}"
+    return None
 
 
 def describe(path: str, name: str | None = None) -> dict:
@@ -121,16 +127,12 @@ def describe(path: str, name: str | None = None) -> dict:
 
 
 def source_model(record: dict, run: str) -> dict:
-    """The source model in an artifact's record. It may have moved together with the run directory.
+    """The source model in an artifact's record. run: its run directory.
 
     Raises UserError if it is missing or has changed.
     """
     recorded, path = record["model"], record["model"]["path"]
-    from_run = os.path.relpath(path, record["directory"])
-    moved = os.path.normpath(os.path.join(run, from_run))
-    inside = not from_run.startswith(os.pardir)  # made by stage 1; a copy of RUN has its own
-    if os.path.isdir(moved) and (inside or not os.path.isdir(path)):
-        path = moved
+    remember_inputs(run)
     if not os.path.isdir(path):
         raise UserError(f"model {path}: expected the directory that 01_calibrate.py read, found none")
     model = describe(path, recorded["name"])

@@ -13,8 +13,8 @@ import shutil
 from transformers import GenerationConfig
 
 from common.errors import UserError
-from common.files import read_json
 from common.models import save_tokenizer
+from common.run.files import read_json
 from common.weights import first_line, require_content
 
 GENERATION = "generation_config.json"

@@ -20,8 +20,8 @@ from transformers.core_model_loading import (
 )
 
 from common.errors import UserError
-from common.files import known_sha256, read_json, require_regular
-from common.records import FILE_NAME, STRING, mismatch, shown
+from common.run.artifact import RECORD, shown
+from common.run.files import read_json, remember, stamp
 
 WEIGHT_FILES = (  # where transformers looks for weights, in order
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
@@ -64,10 +64,13 @@ def index_shards(path: str) -> list[str]:
     if not path.endswith(".index.json"):
         return []
     index = read_json(path)
-    fault = mismatch(index, {"metadata": {}, "weight_map": {STRING: FILE_NAME}}, "index")
-    if fault:
-        raise UserError(f"{path}: {fault}")
-    return sorted(set(index["weight_map"].values()))
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shards, dict) or not isinstance(index.get("metadata"), dict):
+        raise UserError(f"{path}: expected metadata and a weight_map, found none")
+    for name in shards.values():
+        if not isinstance(name, str) or os.path.normpath(name).startswith(("..", "/")):
+            raise UserError(f"{path}: expected names of files in its directory, found {shown(name)}")
+    return sorted(set(shards.values()))
 
 
 def present_files(directory: str, names) -> Iterator[str]:
@@ -80,19 +83,25 @@ def present_files(directory: str, names) -> Iterator[str]:
 
 
 def require_content(path: str) -> None:
-    """Raise UserError where a model's file is a FIFO, a device, or the pointer of Git LFS to its content."""
-    require_regular(path)
+    """Raise UserError where a model's file is the pointer of Git LFS to its content."""
     with open(path, "rb") as file:
         if file.read(len(POINTER)) == POINTER:
             raise UserError(f"{path}: expected the file itself, found its Git LFS pointer; run git lfs "
                             "install and git lfs pull in its repository")
 
 
-def fingerprint(path: str) -> str:
-    """A sha256 over those of the configs, the weights and the files of the tokenizer."""
+def files_of(path: str) -> list[str]:
+    """The files of a checkpoint that count: the configs, the weights and the files of the tokenizer."""
     names = {"config.json", "generation_config.json", *weight_files(path), *tokenizer_files(path)}
-    files = ((name, os.path.join(path, name)) for name in sorted(names))
-    digests = [f"{name} {known_sha256(file)}\n" for name, file in files if os.path.isfile(file)]
+    return list(filter(os.path.isfile, (os.path.join(path, name) for name in sorted(names))))
+
+
+def fingerprint(path: str) -> str:
+    """A sha256 over those of the files that count; of an artifact's as in its record, unless they changed."""
+    record = read_json(os.path.join(path, RECORD))
+    recorded = record.get("files") if isinstance(record, dict) else None
+    remember({os.path.join(path, name): known for name, known in (recorded or {}).items()})
+    digests = [f"{os.path.relpath(file, path)} {stamp(file)['sha256']}\n" for file in files_of(path)]
     return hashlib.sha256("".join(digests).encode(errors="surrogateescape")).hexdigest()
 
 

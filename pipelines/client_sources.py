@@ -9,7 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from common.files import read_json, write_directory, write_json
+from common.run.artifact import write_directory
+from common.run.files import read_json, write_json
 
 logging.disable_progress_bar()
 TEXT = os.__file__  # that tokenizers are trained on

@@ -22,8 +22,8 @@ import numpy as np
 
 from common.cli import Parser, positive, run_stage
 from common.errors import UserError
-from common.files import read_text, write_json, write_text
 from common.reporting.tables import markdown_table
+from common.run.files import read_text, write_json, write_text
 from pipelines import client_sources
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -206,8 +206,8 @@ def make_export(source: str, home: str, text: str, kv_heads: int) -> str:
     stages = {
         "calibration": ["01_calibrate.py", "--model", source, "--text", text, "--sequences", "8",
                         "--length", "128"],
-        "similarity.safetensors": ["02_similarity.py", "--energy"],
-        "groups.json": ["03_group.py", "--kv-heads", str(kv_heads), "--by", "energy"],
+        "similarity": ["02_similarity.py", "--energy"],
+        "groups": ["03_group.py", "--kv-heads", str(kv_heads), "--by", "energy"],
         "merged": ["04_align.py", "--merge", "closed-form"],
         "always": ["06_export.py", "--untrained", "--name", "merged", "--force"],
     }

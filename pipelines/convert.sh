@@ -20,7 +20,7 @@
 #   NPROC      training processes (1; with GPUs one for each)
 #   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost;
 #              choose: stages 3 and 4 for each of KV_HEADS="16 8 4" (every allowed number) in RUN/kvN, then
-#              RUN/choose/eval.md, what each keeps, untrained; the same RUN and one of them without PLAN goes
+#              RUN/choose/eval/eval.md, what each keeps, untrained; the same RUN and one of them without PLAN goes
 #              on from there
 #   BASIS      layout of quantized caches that the export's basis is for, as --cache-basis of stage 6, or none
 #              (rotated: llama.cpp's)
@@ -107,11 +107,11 @@ if [ -z "${FROM:-}" ]; then
     ${CHAT[0]:+--chat "${CHAT[0]}"} "${SHAPE[@]}"
   stage 02_similarity.py --run "$RUN" --energy
 fi
-SIMILARITY=(--similarity "${FROM:-$RUN}/similarity.safetensors")
+SIMILARITY=(--similarity "${FROM:-$RUN}/similarity")
 CALIBRATION=(--calibration "${FROM:-$RUN}/calibration")
 if [ "${PLAN:-}" = choose ]; then
-  [ -n "${KV_HEADS:-}" ] || KV_HEADS=$("$PYTHON" -c "import sys; from common import artifacts, families; \
-model = artifacts.read_record(sys.argv[1], '01_calibrate.py')['model']; \
+  [ -n "${KV_HEADS:-}" ] || KV_HEADS=$("$PYTHON" -c "import sys; from common import families; from common.run import artifact; \
+model = artifact.read_record(sys.argv[1], '01_calibrate.py')['model']; \
 print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "${CALIBRATION[1]}")
   KV_HEADS=$(printf '%s\n' $KV_HEADS | sort -rnu)
   for N in $KV_HEADS; do  # all of them before stage 4, which takes longer
@@ -120,8 +120,8 @@ print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "${CALIBRATION[1]}")
   for N in $KV_HEADS; do
     stage 04_align.py --run "$RUN/kv$N" "${CALIBRATION[@]}" --merge closed-form --refit output
   done
-  SOURCE=$("$PYTHON" -c "import sys; from common import artifacts, models; \
-record = artifacts.read_record(sys.argv[1] + '/calibration', '01_calibrate.py'); \
+  SOURCE=$("$PYTHON" -c "import sys; from common import models; from common.run import artifact; \
+record = artifact.read_record(sys.argv[1] + '/calibration', '01_calibrate.py'); \
 print(models.source_model(record, sys.argv[1])['path'])" "${FROM:-$RUN}")
   CHOICES=()
   for N in $KV_HEADS; do CHOICES+=("kv$N=$RUN/kv$N/merged"); done
@@ -145,4 +145,4 @@ stage 07_eval.py "${EVALUATE[@]}" "${CHATS[@]}" --text "$HELDOUT" "${CACHES[@]}"
 awk '{ name[NR] = $1; spent[NR] = $2; total += $2 }
   END { for (i = 1; i <= NR; i++) if (spent[i])
     printf "time    %-15s %6d s  %3d %%\n", name[i], spent[i], 100 * spent[i] / total }' <<< "${TIMES%$'\n'}"
-cat "$RUN/eval.md"
+cat "$RUN/eval/eval.md"

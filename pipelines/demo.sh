@@ -22,7 +22,7 @@ train --run-dir "$RUN"
 "$PYTHON" 06_export.py --run "$RUN"
 
 # the baseline: adjacent heads, no rotation; the same calibration, teacher and number of steps
-"$PYTHON" 03_group.py --run "$POOL" --similarity "$RUN/similarity.safetensors" --by none
+"$PYTHON" 03_group.py --run "$POOL" --similarity "$RUN/similarity" --by none
 "$PYTHON" 04_align.py --run "$POOL" --calibration "$RUN/calibration" --rotate none
 train --run-dir "$POOL" --teacher "$RUN/teacher"
 "$PYTHON" 06_export.py --run "$POOL"

@@ -28,10 +28,10 @@ from common.data.text import EVALUATION, load_tokens
 from common.equivalence import perplexity_of
 from common.errors import UserError
 from common.families import geometry
-from common.files import open_text
 from common.models import load_config, load_model, load_tokenizer
 from common.progress import Progress
 from common.quantized_cache import has_blocks, parse_cache, quantized
+from common.run.files import open_text
 from pipelines.gguf_convert import convert
 
 PROMPTS = (

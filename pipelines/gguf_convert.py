@@ -15,7 +15,7 @@ import traceback
 
 from common.cli import Parser, run_stage, suggest
 from common.errors import UserError
-from common.files import read_text
+from common.run.files import read_text
 
 
 def parse():

@@ -13,10 +13,10 @@ import math
 import os
 import sys
 
-from common.artifacts import read_record
 from common.cli import run_stage
 from common.data.rows import read_objects
 from common.errors import UserError
+from common.run.artifact import read_record
 from pipelines.harness_tasks import GROUP, output_directory
 
 ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts
@@ -52,7 +52,7 @@ def read_outcomes(path: str) -> dict[tuple[str, str], dict[int, list[float]]]:
 
 
 def read_accuracies(path: str) -> dict[str, dict[str, float]]:
-    """eval.json as model -> lm_eval's name of a task or of the group -> likelihood accuracy."""
+    """The record of stage 7 as model -> lm_eval's name of a task or of the group -> likelihood accuracy."""
     accuracies = {}
     for model, metrics in read_record(path, "07_eval.py")["results"].items():
         with expecting(f"{path}: expected metrics of 07_eval.py for {model}, found others"):
@@ -110,8 +110,8 @@ def _likeliest(scores: list[float]) -> tuple[int, int]:
 
 def compare(run: str, directory: str) -> str:
     """Check that lm_eval agrees on RUN's checkpoints. Returns a line to print; raises UserError if not."""
-    scores = read_outcomes(os.path.join(run, "eval.jsonl"))
-    accuracies = read_accuracies(os.path.join(run, "eval.json"))
+    scores = read_outcomes(os.path.join(run, "eval", "eval.jsonl"))
+    accuracies = read_accuracies(os.path.join(run, "eval"))
     furthest, macros = 0.0, []
     for model, rates in accuracies.items():
         harness_rates = read_harness_accuracies(directory, model)

@@ -1,6 +1,6 @@
 """The questions that 07_eval.py has answered, as tasks for lm_eval, and the command that runs them.
 
-Reads   RUN/eval.json, the same questions, and the tokenizer of the first checkpoint
+Reads   RUN/eval/, the same questions, and the tokenizer of the first checkpoint
 Writes  DIR: TASK.jsonl and TASK.yaml, a group of all tasks (table5.yaml), and lm_eval.sh
 
     python 07_eval.py --run RUN
@@ -17,18 +17,12 @@ import shlex
 from collections.abc import Iterable
 from urllib.parse import quote
 
-from common.artifacts import read_record
 from common.cli import run_stage, stage_parser
-from common.data.tasks import TASKS, Example, choice_samples
+from common.data.tasks import Example, choice_samples
 from common.errors import UserError
-from common.files import refuse_overwrite, write_text
 from common.models import bos_prefix, load_tokenizer
-from common.records import COUNT, SIZE, STRING, Optional, mismatch
-
-ARGUMENTS = {  # of 07_eval.py, as recorded, that say which questions it has answered and how
-    "tasks": Optional(STRING), "text": Optional(STRING), "only": [TASKS], "limit": Optional(COUNT),
-    "seed": Optional(SIZE), "bos": bool, "layerwise": bool, "batch": COUNT, "dtype": STRING,
-}
+from common.run.artifact import read_record
+from common.run.files import write_text
 
 GROUP = "table5"  # prefix that distinguishes these tasks from lm_eval's
 TASK = """\
@@ -133,13 +127,10 @@ def output_directory(directory: str, model: str) -> str:
 
 
 def read_arguments(record: dict, run: str) -> argparse.Namespace:
-    """The arguments with which 07_eval.py wrote RUN/eval.json. Raises UserError if it asked no questions."""
-    fault = mismatch(record["arguments"], ARGUMENTS, "arguments")
-    if fault:
-        raise UserError(f"{run}/eval.json: {fault}; run 07_eval.py again with --force")
+    """The arguments with which 07_eval.py wrote RUN/eval/. Raises UserError if it asked no questions."""
     arguments = argparse.Namespace(**record["arguments"] | {"run": run})
     if arguments.layerwise or arguments.tasks == "none":
-        raise UserError(f"{run}/eval.json: expected an evaluation with questions, found none; run 07_eval.py "
+        raise UserError(f"{run}/eval: expected an evaluation with questions, found none; run 07_eval.py "
                         "with --tasks")
     return arguments
 
@@ -148,10 +139,11 @@ def main():
     parser = stage_parser(__doc__)
     parser.add_argument("--output", required=True, metavar="DIR", help="directory for the tasks")
     args = parser.parse_args()
-    record = read_record(os.path.join(args.run, "eval.json"), "07_eval.py")
+    record = read_record(os.path.join(args.run, "eval"), "07_eval.py")
     evaluated = read_arguments(record, args.run)
     for path in outputs(args.output, evaluated.only):
-        refuse_overwrite(path, args.force)
+        if os.path.exists(path) and not args.force:
+            raise UserError(f"{path} already exists; pass --force to replace it")
     stage7 = importlib.import_module("07_eval")
     source, _ = stage7.choose_sources(evaluated)
     tasks = stage7.read_questions(evaluated, source)

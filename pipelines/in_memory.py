@@ -19,12 +19,12 @@ from common.closed_form.layer import choose_merges, score_pairs, similarity_by
 from common.closed_form.refit import Refit
 from common.errors import UserError
 from common.families import check_kv_heads, geometry, key_context
+from common.kinds import BY, MERGES, REFITS
 from common.layers import Layers
 from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups
 from common.method.merge import fuse_groups, merge_layer, merged_config
 from common.method.procrustes import align_layer
 from common.method.stats import LayerGrams
-from common.records import BY, MERGES, REFITS
 
 CRITERION, SEED = "dist", 0  # as in stages 3 and 4 by default
 

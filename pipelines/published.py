@@ -1,7 +1,7 @@
 """The tables of docs/paper.md: each cell of the paper's Tables 1 and 2, what makes it, published and ours.
 
     python -m pipelines.published                                   # nothing of ours: "not run"
-    python -m pipelines.published --runs runs/table1 runs/table2    # ours, from each RUN/eval.json
+    python -m pipelines.published --runs runs/table1 runs/table2    # ours, from each RUN/eval/
 
 published.txt has the numbers of the EMNLP version, a row a line: script, name, the tasks' numbers, their
 average, budget. The commands are those that the scripts give to Python.
@@ -12,12 +12,12 @@ import re
 import subprocess
 from typing import NamedTuple
 
-from common.artifacts import read_record
 from common.cli import Parser, run_stage
 from common.data.tasks import PUBLISHED_SIZES, TASKS
 from common.errors import UserError
-from common.files import read_text, write_text
 from common.reporting.tables import markdown_table
+from common.run.artifact import read_record
+from common.run.files import read_text, write_text
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PAGE, BEGIN = os.path.join(HERE, os.pardir, "docs", "paper.md"), "<!-- python -m pipelines.published -->\n"
@@ -73,7 +73,7 @@ def measured(run: str) -> tuple[str, dict[str, list[str]]]:
 
     Raises UserError unless the run has an evaluation of one of MODELS with all tasks.
     """
-    path, rows = os.path.join(run, "eval.json"), {}
+    path, rows = os.path.join(run, "eval"), {}
     record = read_record(path, "07_eval.py")
     shape = tuple(record["model"][name] for name in ("layers", "heads", "hidden"))
     script = next((script for script, (_, other) in MODELS.items() if other == shape), None)

@@ -14,15 +14,15 @@ import re
 
 import torch
 
-from common.artifacts import read_record
 from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
 from common.errors import UserError
 from common.evaluate import cache_bytes_per_token, perplexity
-from common.files import read_text, write_directory, write_json, write_text
 from common.models import load_model, load_tokenizer, source_model
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
+from common.run.artifact import read_record, write_directory
+from common.run.files import read_text, write_json, write_text
 
 STARTS = {  # run directory -> name in table and picture
     "mean-pool": "mean-pool",

@@ -35,7 +35,7 @@ fetch() {
 # start NAME BY STAGE-4-ARGUMENTS...: stages 3 and 4 in RUN/NAME, with RUN's calibration
 start() {
   "$PYTHON" 03_group.py --run "$RUN/$1" \
-    --similarity "$RUN/similarity.safetensors" --by "$2" ${KV_HEADS:+--kv-heads "$KV_HEADS"}
+    --similarity "$RUN/similarity" --by "$2" ${KV_HEADS:+--kv-heads "$KV_HEADS"}
   "$PYTHON" 04_align.py --run "$RUN/$1" --calibration "$RUN/calibration" "${@:3}"
 }
 
@@ -66,4 +66,4 @@ if [ -e "$RUN/starts.md" ]; then
 else
   "$PYTHON" -m pipelines.smollm2 table --run "$RUN" --sequences "$HELDOUT" --length "$LENGTH"
 fi
-cat "$TRAINED/eval.md"
+cat "$TRAINED/eval/eval.md"

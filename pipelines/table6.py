@@ -8,10 +8,10 @@ Stage 4's seconds include writing both checkpoints and the equivalence check.
 
 import os
 
-from common.artifacts import read_record
 from common.cli import Parser, positive, run_stage
-from common.files import write_text
 from common.reporting.tables import markdown_table
+from common.run.artifact import read_record
+from common.run.files import write_text
 
 
 def parse():
@@ -29,11 +29,11 @@ def table(run: str, kv_heads: list[int]) -> str:
         return read_record(os.path.join(run, *path), stage)["seconds"]
 
     rows = [("calibration", "", f"{seconds('01_calibrate.py', 'calibration'):.1f}")]
-    similarity = seconds("02_similarity.py", "similarity.safetensors")
+    similarity = seconds("02_similarity.py", "similarity")
     for number in kv_heads:
         for row, title, shared in (("grouped", "w/ grouping", similarity), ("default", "w/o grouping", 0.0)):
             name = f"gqa{number}-{row}"
-            total = shared + seconds("03_group.py", name, "groups.json")
+            total = shared + seconds("03_group.py", name, "groups")
             total += seconds("04_align.py", name, "aligned")
             rows.append((f"GQA-{number}", title, f"{total:.1f}"))
     model = read_record(os.path.join(run, "calibration"), "01_calibrate.py")["model"]

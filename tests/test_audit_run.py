@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from common.artifacts import write_record
 from safetensors.torch import load_file, save_file
 
 import audit
 import paper
 from audit import training as audit_training
 from audit.training import stage5
-from common.artifacts import write_record
 from common.errors import UserError
 from common.method import grouping, masks, released_masks
 from common.method import procrustes as align

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from common.files import read_json
 from transformers import AutoModelForCausalLM
 
 import minimal
@@ -13,7 +14,6 @@ import paper
 from audit.training import stage5
 from common.calibration import Calibration
 from common.data.rows import Sample
-from common.files import read_json
 from common.method.masks import set_masks
 from common.training import conversion, mask_state, students
 from common.training.engine import Job, Schedule, Step

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from common.files import write_directory
 from common.models import local_model
+from common.run.artifact import sweep, write_directory
 
 DEMO = "demo"
 DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is copied on first use
@@ -39,6 +39,7 @@ def demo_home() -> str:
         return DEMO_HOME
     with FileLock(f"{DEMO_HOME}.lock") as lock:  # a second process waits for the first to write it
         try:
+            sweep(*os.path.split(DEMO_HOME))
             if not os.path.isdir(DEMO_HOME):
                 build_demo(DEMO_HOME)
         finally:

@@ -6,7 +6,6 @@ chats, the model writes the user's turn and then the answer, in its tokenizer's 
 temperature 1 and excludes no token.
 """
 
-import contextlib
 import functools
 import gc
 import hashlib
@@ -30,19 +29,20 @@ from common.data.text import (
     HELDOUT,
     PARTS,
     TOKEN,
+    TOKENS,
     TRAIN,
     TooShort,
     first_tokens,
     read_documents,
     read_token_rows,
     version_of,
-    write_array,
 )
 from common.errors import UserError
 from common.families import geometry
-from common.files import read_json, sha256, write_json
 from common.models import end_tokens, fingerprint, load_config, load_model, load_tokenizer
 from common.progress import Progress
+from common.run.artifact import find_part, write_directory, write_record
+from common.run.files import read_json
 from common.weights import open_checkpoint, shape_of
 
 SEEDS = {TRAIN: 0, HELDOUT: 1}
@@ -202,8 +202,7 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     context: a DataContext of common/data/sources.py. A text begins with the token that it is sampled after:
     begin-of-sequence or, without one, end-of-sequence. The tokens are written there in pieces, each with a
     seed of its own and a record: a killed run goes on with the next piece, and the number of ranks, which
-    share them, changes nothing. Raises UserError for a model or a template that cannot generate, and for a
-    piece that its record does not describe.
+    share them, changes nothing. Raises UserError for a model or a template that cannot generate.
     """
     split = HELDOUT if split == EVALUATION else split
     config, tokenizer = load_config(context.model), load_tokenizer(context.model)
@@ -227,15 +226,12 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     key = hashlib.sha256(json.dumps(record).encode()).hexdigest()[:12]
     directory = os.path.join(context.run, "tokens", f"generated-{key}")
     pieces = [range(sequences)[first : first + at_once] for first in range(0, sequences, at_once)]
-    paths = {piece: os.path.join(directory, f"{piece.start}-{piece.stop}.npy") for piece in pieces}
+    paths = {piece: os.path.join(directory, f"{piece.start}-{piece.stop}") for piece in pieces}
     rank, world = (context.ranks.rank, context.ranks.world) if context.ranks else (0, 1)
-    present = {piece for piece in pieces if os.path.lexists(paths[piece])}
-    for piece in present:  # before the others are generated
-        read_piece(paths[piece], record, len(piece))
-    missing = [piece for piece in pieces[rank::world] if piece not in present]
-    if missing and context.layerwise:
-        raise UserError(f"{source}: expected no --layerwise, as the model must be in memory to generate")
-    with context.ranks.waiting() if context.ranks else contextlib.nullcontext():
+    with context.writing_tokens(directory):
+        missing = [piece for piece in pieces[rank::world] if find_part(paths[piece], record) is None]
+        if missing and context.layerwise:
+            raise UserError(f"{source}: expected no --layerwise, as the model must be in memory to generate")
         model, decoder = missing and load_model(context.model, DTYPES[device.type], context.device), None
         total = sum(map(len, missing)) * length
         with Progress(total=total, desc="generating", unit="tok", unit_scale=True, leave=False) as bar:
@@ -257,35 +253,14 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     if rank == 0:
         verb = "wrote" if missing else "reads"
         print(f"{verb}   {directory}: {source}, {sequences} x {length} tokens", flush=True)
-    return np.concatenate([read_piece(path, record, len(piece)) for piece, path in paths.items()])
+    return np.concatenate([read_token_rows(os.path.join(path, TOKENS)) for path in paths.values()])
 
 
 def write_piece(path: str, record: dict, tokens: np.ndarray) -> None:
-    """Write a .npy file of tokens, and before it X.json: what made them, their shape and the file's sha256.
-
-    A process that is killed in between leaves no tokens, and they are generated again.
-    """
-    content = io.BytesIO()
-    np.save(content, tokens)
-    digest = hashlib.sha256(content.getvalue()).hexdigest()
-    write_json(record_of(path), record | {"shape": list(tokens.shape), "tokens_sha256": digest})
-    write_array(path, tokens)
-
-
-def read_piece(path: str, record: dict, rows: int) -> np.ndarray:
-    """[rows, length] int32: the tokens that write_piece wrote. Raises UserError for any others."""
-    if not os.path.isfile(path):
-        raise UserError(f"{path}: expected generated tokens, found no file")
-    described = record | {"shape": [rows, record["length"]], "tokens_sha256": sha256(path)}
-    if read_json(record_of(path)) != json.loads(json.dumps(described)):
-        raise UserError(f"{path}: expected the generated tokens that {os.path.basename(record_of(path))} "
-                        "describes, found others; remove the file")
-    return read_token_rows(path)
-
-
-def record_of(path: str) -> str:
-    """Where the record of a piece is."""
-    return f"{os.path.splitext(path)[0]}.json"
+    """Write a directory of tokens and what made them."""
+    with write_directory(path) as aside:
+        np.save(os.path.join(aside, TOKENS), tokens)
+        write_record(aside, record)
 
 
 def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]]:

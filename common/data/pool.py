@@ -1,7 +1,6 @@
 """The samples to train on: tasks, chats and texts, tokenized, in one pool."""
 
 import array
-import contextlib
 import hashlib
 import json
 import os
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common import cli
 from common.cli import printable
 from common.data.chat import load_chats
 from common.data.rows import Sample, as_samples
@@ -18,6 +16,7 @@ from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, check_lengths, load_task, require_split, size_note, tokenize
 from common.data.text import (
     NONE,
+    TOKENS,
     TRAIN,
     TextSamples,
     is_endless,
@@ -26,8 +25,8 @@ from common.data.text import (
     write_text_tokens,
 )
 from common.errors import UserError
-from common.files import read_json, require_regular, sha256, write_json
 from common.models import bos_prefix, fingerprint, load_config
+from common.run.artifact import find_part, write_directory, write_record
 
 SPLIT = "split"  # --heldout-text: the held-out parts of --text
 
@@ -121,21 +120,16 @@ def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples
     digests = [hashlib.sha256(text).hexdigest() for text in texts if isinstance(text, np.ndarray)]
     files = [(source, version_of(source)) for source in sources.text]
     key = json.dumps([TRAIN, files, digests, stored, sources.text_tokens, fingerprint(context.model)])
-    path = os.path.join(context.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
-    record = os.path.join(os.path.dirname(path), "written.json")
-    with context.ranks.waiting():
-        recorded = read_json(record)
-        named = isinstance(recorded, dict) and recorded.get("tokens") == os.path.basename(path)
-        if context.ranks.first and not (named and os.path.exists(path)):  # a killed run leaves no record
-            counts = write_text_tokens(texts, tokenizer, stored, sources.text_tokens, path)
-            if context.plan and digests:  # zeros in place of generated tokens
-                cli.cleanup.callback(os.remove, path)
-            else:
-                replace_tokens(record, path)
+    key = hashlib.sha256(key.encode()).hexdigest()
+    path, made_by = os.path.join(context.run, "tokens", key[:16]), {"key": key}
+    with context.writing_tokens():
+        if context.ranks.first and find_part(path, made_by) is None:
+            with write_directory(path) as aside:
+                counts = write_text_tokens(texts, tokenizer, stored, sources.text_tokens,
+                                           os.path.join(aside, TOKENS))
+                write_record(aside, made_by)
             print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
-        elif context.ranks.first and tokens_record(path) != recorded:
-            raise UserError(f"{path}: expected the tokens in {record}, found others; remove the file")
-    samples = TextSamples(path, length, prefix)
+    samples = TextSamples(os.path.join(path, TOKENS), length, prefix)
     begin = f", {printable(tokenizer.bos_token)} first" if prefix else ""
     context.ranks.say(f"reads   {' '.join(sources.text)}: {len(samples)} samples of {length} tokens{begin}")
     return samples
@@ -162,31 +156,6 @@ def generate_chats(source: str, sources: Sources, context: DataContext) -> tuple
         raise UserError(f"--chat {source}: expected answers within --text-length {sources.text_length} "
                         "tokens, found none")
     return samples, source
-
-
-def replace_tokens(record: str, path: str) -> None:
-    """Remove the tokens of other texts, which the record names, and record these instead.
-
-    Any other file there is the user's, and so is one of that name with other content.
-    """
-    with contextlib.suppress(OSError, TypeError, KeyError, ValueError, UserError):  # none, or damaged
-        before = read_json(record)
-        name = before["tokens"]
-        other = os.path.join(os.path.dirname(record), name)
-        if name == os.path.basename(name) and other != path and sha256(other) == before["sha256"]:
-            os.remove(other)
-    write_json(record, tokens_record(path))
-
-
-def tokens_record(path: str) -> dict:
-    """The record of a file of tokens: its name, digest, dtype, shape and range."""
-    require_regular(path)
-    try:
-        tokens = np.load(path, mmap_mode="r")
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: expected tokens, found none that can be read; remove the file") from error
-    return {"tokens": os.path.basename(path), "sha256": sha256(path), "dtype": str(tokens.dtype),
-            "shape": list(tokens.shape), "range": [int(tokens.min()), int(tokens.max())]}
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:

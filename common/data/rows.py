@@ -16,7 +16,6 @@ import numpy as np
 
 from common.data.data_sets import is_data_set, stream
 from common.errors import UserError
-from common.files import require_regular
 from common.weights import first_line
 
 LINES_OF_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -31,7 +30,6 @@ def read_rows(path: str) -> Iterator[tuple[str, dict]]:
 
     Raises UserError for what cannot be read as its name says, or has no rows.
     """
-    require_regular(path)
     if path.endswith(LINES_OF_JSON) and not is_data_set(path):
         rows = ((f"line {number}", row) for number, row in read_objects(path))
     else:

@@ -27,9 +27,10 @@ from common.data.data_sets import DATA_SET, commit_of, is_data_set, rows_of
 from common.data.demo import DEMO, demo_home
 from common.data.rows import TABLE_NAMES, TABLES, Sample, read_rows, text_column
 from common.errors import UserError
-from common.files import known_sha256, open_text, require_regular, write_file
 from common.models import bos_prefix
 from common.progress import Progress
+from common.run.artifact import remember_inputs
+from common.run.files import open_text, stamp, write_file
 from common.weights import first_line
 
 TRAIN, HELDOUT, EVALUATION = "train", "heldout", "evaluation"
@@ -43,6 +44,7 @@ NONE = "none"  # --tasks, --text, --heldout-text: no such data
 GENERATED = "generated"  # --text, --chat: by the source model (common/data/generate.py)
 EXPECTED = f"c4, demo, {DATA_SET}, or a .txt, {TABLE_NAMES} file"
 TOKEN = np.dtype("<i4")
+TOKENS = "tokens.npy"  # in a directory of RUN/tokens/
 BATCH = 2**20  # characters tokenized at a time: some 100 MB in the tokenizer
 PIECE = 2**18  # characters tokenized at a time: some 50 MB
 OVERLAP = 2**14  # characters that neighbouring pieces share
@@ -118,7 +120,6 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int,
 
 def read_token_rows(path: str) -> np.ndarray:
     """[n, length] int32 tokens of a .npy file. Raises UserError for one of anything else."""
-    require_regular(path)
     try:
         rows = np.load(path)
     except (OSError, EOFError, ValueError) as error:
@@ -142,12 +143,6 @@ def _first_rows(path: str, count: int, prefix: list[int], split: str) -> torch.T
     if tokens.min() < 0:
         raise UserError(f"text {path}: expected token ids, found {tokens.min()}")
     return tokens
-
-
-def write_array(path: str, array: np.ndarray) -> None:
-    """Write a .npy file to a temporary name, then rename it."""
-    with write_file(path) as file:
-        np.save(file, array)
 
 
 class TextSamples(Sequence):
@@ -337,11 +332,12 @@ def version_of(source: str) -> str | None:
     """The sha256 of a file, the commit of a data set of the hub; None for any other source."""
     if is_data_set(source):
         return commit_of(source)
-    return known_sha256(source) if os.path.isfile(source) else None
+    return stamp(source)["sha256"] if os.path.isfile(source) else None
 
 
-def digests_of(sources) -> dict[str, str]:
+def digests_of(sources, run: str) -> dict[str, str]:
     """Source as given -> version_of it, for those that have one; sources that are not given are None."""
+    remember_inputs(run)
     names = [source.removeprefix(f"{GENERATED}:") for source in sources if source]
     return {name: version for name in names if (version := version_of(name))}
 
@@ -350,7 +346,6 @@ def check_source(source: str) -> None:
     """Raise UserError unless the source is known by name, or a file of a known format."""
     if source in ("c4", DEMO) or is_data_set(source):
         return
-    require_regular(source)
     if not os.path.exists(source):
         raise UserError(f"text {source}: not found; expected {EXPECTED}")
     if not source.endswith((".txt", *TABLES)):

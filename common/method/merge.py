@@ -89,7 +89,7 @@ def norm_ratio(overlap: torch.Tensor) -> torch.Tensor:
     return torch.where(mean > 0, members / mean, 1)[:, None, None, None]
 
 
-# by the kinds of common/records.py, but for the closed form
+# by the kinds of common/kinds.py, but for the closed form
 FUNCTIONS = {"mean": mean_merge, "scaled": scaled_merge, "first": first_merge}
 
 

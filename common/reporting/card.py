@@ -5,19 +5,20 @@ import re
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from common.artifacts import CARD, END_OF_SCORES, SCORES
 from common.data.data_sets import is_data_set
 from common.data.text import GENERATED, NONE, is_generated
-from common.files import read_text, write_text
+from common.kinds import BY, MASKS, MERGES, REFITS, SOURCE
 from common.metrics import OPEN_MASKS, START, heldout_kls
 from common.models import is_hub_name
 from common.quantized_cache import LAYOUTS
-from common.records import BY, MASKS, MERGES, REFITS, SOURCE
 from common.reporting.tables import markdown_text
+from common.run.files import read_text, write_text
 
 TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
 QUANTIZED = re.compile(r"([-.](i?q\d\w*|b?f(16|32)))?\.gguf$", re.IGNORECASE)  # at the end of a file's name
 ARXIV = "2412.20677"
+CARD = "README.md"
+SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # stage 7 writes between them
 PAPER = f"[Align Attention Heads Before Merging Them](https://arxiv.org/abs/{ARXIV}) (Jin et al., EMNLP 2025)"
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.files import write_file
 from common.method.losses import TERMS
 from common.metrics import START
+from common.run.files import write_file
 
 
 class Score(NamedTuple):

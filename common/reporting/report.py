@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from common.artifacts import read_record
 from common.cli import Parser
 from common.errors import UserError
-from common.files import refuse_overwrite, write_text
 from common.metrics import read_metrics
 from common.reporting import tables
 from common.reporting.tables import Table
+from common.run.artifact import RECORD, read_record
+from common.run.files import write_text
 
 GENERATOR = b'<meta name="generator" content="common.reporting.report">'  # near the start of every page
 
@@ -30,19 +30,18 @@ class Part(NamedTuple):
 
     name: str
     stage: str
-    record: str
     pictures: tuple[str, ...] = ()
 
 
 PARTS = (
-    Part("calibration", "01_calibrate.py", "calibration/stage.json"),
-    Part("similarity", "02_similarity.py", "similarity.json", pictures=("similarity.png", "pairs.png")),
-    Part("groups", "03_group.py", "groups.json", pictures=("groups.png",)),
-    Part("aligned", "04_align.py", "aligned/stage.json"),
-    Part("teacher", "05_prune_train.py", "teacher/stage.json"),
-    Part("train", "05_prune_train.py", "train/stage.json", pictures=("train/curves.png",)),
-    Part("gqa", "06_export.py", "gqa/stage.json"),
-    Part("eval", "07_eval.py", "eval.json", pictures=("frontier.png",)),
+    Part("calibration", "01_calibrate.py"),
+    Part("similarity", "02_similarity.py", pictures=("similarity.png", "pairs.png")),
+    Part("groups", "03_group.py", pictures=("groups.png",)),
+    Part("aligned", "04_align.py"),
+    Part("teacher", "05_prune_train.py"),
+    Part("train", "05_prune_train.py", pictures=("curves.png",)),
+    Part("gqa", "06_export.py"),
+    Part("eval", "07_eval.py", pictures=("frontier.png",)),
 )
 OVERVIEW = {"chat_kl": "KL, chats", "chat_agreement": "top-1, chats", "perplexity": "perplexity",
             "kl": "KL", "agreement": "top-1 agreement"}  # metrics of the overview, chats first
@@ -57,7 +56,8 @@ def write(directory: str, force: bool = False) -> str:
     """
     directory = os.path.normpath(directory)
     path = os.path.join(directory, "report.html")
-    refuse_overwrite(path, force or is_page(path))
+    if os.path.exists(path) and not (force or is_page(path)):
+        raise UserError(f"{path} already exists; pass --force to replace it")
     records = read_records(directory)
     if not records:
         raise UserError(f"{directory}: expected a run directory with artifacts, found none")
@@ -87,19 +87,19 @@ def template() -> Template:
 
 def read_records(directory: str) -> dict[str, dict]:
     """The records of a run directory, by part, validated as far as the page needs. Raises UserError."""
-    paths = {part: os.path.join(directory, part.record) for part in PARTS}
+    paths = {part: os.path.join(directory, part.name) for part in PARTS}
     records = {part.name: read_record(path, part.stage) for part, path in paths.items()
-               if os.path.isfile(path)}
+               if os.path.isfile(os.path.join(path, RECORD))}
     results = records.get("eval", {}).get("results", {})
     for name, metrics in results.items():
         tasks = metrics.get("tasks", {})
         if not isinstance(tasks, dict) or not all(isinstance(scores, dict) for scores in tasks.values()):
-            raise UserError(f"{directory}/eval.json: expected scores per task for {name}, found others; run "
+            raise UserError(f"{directory}/eval: expected scores per task for {name}, found others; run "
                             "07_eval.py again")
     try:
         tables.caches_table(results)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{directory}/eval.json: expected metrics of each quantized cache, found others; run "
+        raise UserError(f"{directory}/eval: expected metrics of each quantized cache, found others; run "
                         "07_eval.py again") from error
     return records
 
@@ -139,7 +139,8 @@ def cost(records: dict[str, dict]) -> str:
 
 def section(directory: str, part: Part, record: dict) -> dict:
     """A stage's section for the template."""
-    metrics = read_metrics(os.path.join(directory, os.path.dirname(part.record), "metrics.jsonl"))
+    home = os.path.join(directory, part.name)
+    metrics = read_metrics(os.path.join(home, "metrics.jsonl"))
     shown = tables.metric_tables(tables.record_metrics(record), record["model"]["layers"])
     if "results" in record:
         shown += tables.score_tables(record["results"], record.get("prompts"))
@@ -148,7 +149,7 @@ def section(directory: str, part: Part, record: dict) -> dict:
     without = "results" in record and not tables.cache_rows(record["results"])  # no caches, no frontier
     return {
         "part": part,
-        "pictures": {name: picture_data(directory, name) for name in part.pictures if not without},
+        "pictures": {name: picture_data(home, name) for name in part.pictures if not without},
         "tables": shown,
         "command": command(part.stage, record["arguments"]),
         "origin": origin(part, record),
@@ -156,9 +157,9 @@ def section(directory: str, part: Part, record: dict) -> dict:
 
 
 def picture_data(directory: str, name: str) -> str:
-    """A picture of a run directory as a data URL; "" if there is none, or a link out of the directory."""
-    directory, path = os.path.realpath(directory), os.path.realpath(os.path.join(directory, name))
-    if not path.startswith(os.path.join(directory, "")) or not os.path.isfile(path):
+    """A picture in a directory as a data URL; "" if there is none."""
+    path = os.path.join(directory, name)
+    if not os.path.isfile(path):
         return ""
     with open(path, "rb") as file:
         return "data:image/png;base64," + base64.b64encode(file.read()).decode()
@@ -168,7 +169,8 @@ def origin(part: Part, record: dict) -> Table:
     """A table of an artifact's date, inputs, files and package versions."""
     rows = [(name, record[name]) for name in ("date", "seconds", "commit") if name in record]
     rows += [(f"sha256 of {name}", digest) for name, digest in record["inputs"].items()]
-    rows += [(f"sha256 of {part.name}/{name}", digest) for name, digest in record.get("files", {}).items()]
+    rows += [(f"sha256 of {part.name}/{name}", known["sha256"])
+             for name, known in record["files"].items() if known]
     return Table((), [*rows, *record["packages"].items()])
 
 

@@ -1,14 +1,12 @@
-"""Training checkpoints: sharded, written to a temporary directory and renamed, each file with its sha256.
+"""Training checkpoints: sharded; each gets its name when it is complete, and lists its files and their sizes.
 
 A checkpoint step-N/ holds weights.X for each parameter X of the trainee and optimizer.state.X.Y for its AdamW
 state, in safetensors files that each rank writes by itself. Learning rates and the like follow from the step
 and are not stored. The last two checkpoints are kept and, of a GQA student, the one with the lowest held-out
-KL.
+KL. A training's directory has its name from the first step; settings.json says what must match to go on.
 """
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 import re
@@ -18,64 +16,52 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from common.errors import UserError
-from common.files import (
-    DIGESTS,
-    files_in,
-    move_aside,
-    read_json,
-    recorded_files,
-    remove_empty,
-    remove_own,
-    sha256,
-    sync,
-    take_name,
-    unfinished,
-    write_json,
-)
 from common.metrics import METRICS, heldout_kl, read_metrics
 from common.models import kept_tensors
+from common.run.artifact import RECORD, find_fault, remove, sweep, take_name
+from common.run.files import beside, files_in, move_aside, read_json, sync, write_json
 
 KEPT = 2
 SETTINGS = "settings.json"  # the settings that training started with
-ORIGIN = "origin.json"  # in a checkpoint: what its training was when it was saved
 HELDOUT_TEXT, HELDOUT_CHATS = "heldout.npy", "heldout_chats.jsonl"  # for stage 7
-OF_STUDENT = ("curves.png", HELDOUT_TEXT, HELDOUT_CHATS)  # which a teacher's training does not write
-OWN = re.compile("|".join((r"step-\d+", "tensorboard", *map(re.escape, (SETTINGS, METRICS, *OF_STUDENT)))))
-EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.[^/]*")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def refuse_foreign(directory: str) -> None:
-    """Raise UserError for files in a training's directory that it would overwrite. All ranks call it."""
-    names = os.listdir(directory) if os.path.isdir(directory) else []
-    foreign = of_first_rank(sorted(filter(OWN.fullmatch, names)))
-    if foreign and SETTINGS not in foreign:
-        raise UserError(f"{directory}: expected nothing or a training with its {SETTINGS}, found "
-                        f"{foreign[0]}; move it away first")
+def refuse_foreign(directory: str, ranks) -> None:
+    """Raise UserError if a training's directory has something else. All ranks call it."""
+    if ranks.first:
+        sweep(directory)
+    found = sorted(os.listdir(directory)) if ranks.first and os.path.isdir(directory) else []
+    if of_first_rank(bool(found) and SETTINGS not in found):
+        raise UserError(f"{directory}: expected nothing or a training with its {SETTINGS}, found other "
+                        "files; move it away first")
 
 
 def begin(directory: str, settings: dict, ranks) -> None:
     """Record the settings of a training run in its directory. All ranks call it.
 
-    Raises UserError if a run with other settings was started there, or if there are files of something else.
+    Raises UserError if a run with other settings was started there, or as refuse_foreign.
     """
-    path = os.path.join(directory, SETTINGS)
-    refuse_foreign(directory)
-    if os.path.exists(path):
+    path, fault = os.path.join(directory, SETTINGS), None
+    refuse_foreign(directory, ranks)
+    if ranks.first and os.path.exists(path):
         before = read_settings(path)
-        changed = [name for name, value in settings.items() if before.get(name) != value]
-        if changed:
-            changes = ", ".join(f"{name} {before.get(name)} -> {settings[name]}" for name in changed)
-            raise UserError(f"{directory} was started with other settings ({changes}): pass the same, or "
-                            "--force to start over")
+        changes = ", ".join(f"{name} {before.get(name)} -> {value}" for name, value in settings.items()
+                            if before.get(name) != value)
+        if changes:
+            fault = (f"{directory} was started with other settings ({changes}): pass the same, or --force to "
+                     "start over")
     elif ranks.first:
         write_json(path, settings)
-    dist.barrier()
+    fault = of_first_rank(fault)
+    if fault:
+        raise UserError(fault)
 
 
 def start_anew(directories: list[str], ranks) -> None:
@@ -87,21 +73,15 @@ def start_anew(directories: list[str], ranks) -> None:
     dist.barrier()
 
 
-def own_files(directory: str, others=()) -> list[str]:
-    """The files of a training directory that training has written, with these others; any more are the
-    user's.
-    """
-    own = {SETTINGS, METRICS, *others}
-    for path in saved_checkpoints(directory):
-        own |= {os.path.join(os.path.basename(path), name) for name in recorded_files(path)}
-    return [name for name in files_in(directory) if name in own or EVENTS.fullmatch(name)]
-
-
 def remove_training(directory: str) -> None:
-    """Remove what training of a teacher has written, and the directory if that is all."""
-    for name in own_files(directory):
+    """Remove a training whose result is written: its checkpoints first, then what else it wrote."""
+    for path in saved_checkpoints(directory):
+        remove(path)
+    shutil.rmtree(os.path.join(directory, "tensorboard"), ignore_errors=True)
+    for name in (METRICS, SETTINGS):
         os.remove(os.path.join(directory, name))
-    remove_empty(directory)
+    with contextlib.suppress(OSError):  # it has other files
+        os.rmdir(directory)
 
 
 def read_settings(path: str) -> dict:
@@ -145,25 +125,33 @@ def save(job) -> None:
     """
     directory, rank = job.directory, dist.get_rank()
     path = path_of(directory, job.step)
+    aside = of_first_rank(beside(path))
     tensors = job_tensors(job)
     files = {name: file_number(name) for name in tensors}
-    with contextlib.ExitStack() as stack:
-        aside = of_first_rank(stack.enter_context(unfinished(path)) if rank == 0 else None)
-        try:
-            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(aside, files, save_distributed=True))
-            if rank == 0:
-                write_json(os.path.join(aside, ORIGIN), origin(path))
-            _write_digests(aside, rank)
-        except (CheckpointException, OSError) as error:
-            free = shutil.disk_usage(directory).free / 2**30
-            raise UserError(f"{path}: cannot be written ({_reason(error)}; {free:.1f} GiB free there); "
-                            "earlier checkpoints are intact, and the same command resumes from the last"
-                            ) from error
+    try:
         if rank == 0:
-            take_name(aside, path)  # in place of one with the same bytes, if resumed from an earlier step
+            os.mkdir(aside)
+            if os.path.exists(os.path.join(directory, METRICS)):
+                sync(os.path.join(directory, METRICS))
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(aside, files, save_distributed=True))
+        for name in os.listdir(aside):
+            if name.startswith(f"shard-{rank + 1:05d}-"):
+                sync(os.path.join(aside, name))
+        dist.barrier()
+        if rank == 0:
+            sizes = {name: {"size": os.path.getsize(os.path.join(aside, name))} for name in files_in(aside)}
+            write_json(os.path.join(aside, RECORD), {"step": job.step, "files": sizes})
+    except (CheckpointException, OSError) as error:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        free = shutil.disk_usage(directory).free / 2**30
+        raise UserError(f"{path}: cannot be written ({_reason(error)}; {free:.1f} GiB free there); "
+                        "earlier checkpoints are intact, and the same command resumes from the last"
+                        ) from error
     if rank == 0:
+        take_name(aside, path)
         for old in set(saved_checkpoints(directory)[:-KEPT]) - {best(directory)}:
-            remove_own(old, old)
+            remove(old)
     dist.barrier()
 
 
@@ -192,52 +180,20 @@ def _reason(error: Exception) -> str:
     return str(told).split("\n")[0]
 
 
-def _write_digests(path: str, rank: int) -> None:
-    """Each rank hashes the files it wrote; rank 0 writes all digests."""
-    written = [name for name in os.listdir(path) if name.startswith(f"shard-{rank + 1:05d}-")]
-    digests = {name: sha256(os.path.join(path, name)) for name in written}
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, digests)
-    if rank == 0:
-        merged = {ORIGIN: sha256(os.path.join(path, ORIGIN))}
-        for part in gathered:
-            merged |= part
-        write_json(os.path.join(path, DIGESTS), merged)
-
-
-def origin(path: str) -> dict:
-    """What binds a checkpoint to its training: the step in its name, and the digests of the settings and of
-    the metrics up to this step, which are flushed to disk.
-    """
-    directory, step = os.path.dirname(path), step_of(path)
-    settings, metrics = (os.path.join(directory, name) for name in (SETTINGS, METRICS))
-    lines = [line for line in read_metrics(metrics) if line["step"] <= step]
-    if lines:
-        sync(metrics)
-    return {"step": step, "settings": sha256(settings) if os.path.exists(settings) else None,
-            "metrics": hashlib.sha256(json.dumps(lines).encode()).hexdigest()}
-
-
-def damage(path: str, rank: int = 0, world: int = 1) -> str | None:
-    """What is wrong with this rank's share of a checkpoint's files; None if they are intact."""
-    digests, saved = (read_json(os.path.join(path, name)) for name in (DIGESTS, ORIGIN))
-    if not isinstance(digests, dict) or not isinstance(saved, dict):
-        return f"{DIGESTS} or {ORIGIN} is missing or cannot be read"
-    for name, value in (origin(path) if rank == 0 else {}).items():
-        if saved.get(name) != value:
-            return f"its {name} is not that of this training"
-    others = {name for name in os.listdir(path) if name.endswith(".safetensors")} - digests.keys()
-    if others:
-        return f"{min(others)} is not in its {DIGESTS}"
-    for name in sorted({ORIGIN, *digests})[rank::world]:
-        file = os.path.join(path, name)
-        if os.path.basename(name) != name:
-            return f"{DIGESTS} lists {name!r}, which is not a file name"
-        if not os.path.isfile(file):
-            return f"{name} is missing"
-        if sha256(file) != digests.get(name):
-            return f"{name} does not match its sha256 (truncated or modified)"
-    return None
+def damage(path: str) -> str | None:
+    """What is wrong with a checkpoint's files; None if they have their sizes and can be opened."""
+    record = read_json(os.path.join(path, RECORD))
+    if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
+        return f"its {RECORD} is missing or cannot be read"
+    fault = find_fault(path, record)
+    for name in record["files"] if fault is None else ():
+        try:
+            if name.endswith(".safetensors"):
+                with safe_open(os.path.join(path, name), framework="pt"):
+                    pass
+        except SafetensorError as error:
+            return f"{name} cannot be read ({error})"
+    return fault
 
 
 def of_first_rank(value):
@@ -254,9 +210,7 @@ def newest(directory: str, ranks) -> str | None:
     """
     saved = of_first_rank(saved_checkpoints(directory))
     for path in reversed(saved):
-        faults = [None] * ranks.world
-        dist.all_gather_object(faults, damage(path, ranks.rank, ranks.world))
-        fault = next(filter(None, faults), None)
+        fault = of_first_rank(damage(path) if ranks.first else None)
         if fault is None:
             ranks.say(f"resumes {directory} after step {step_of(path)}")
             return path

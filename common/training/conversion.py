@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.artifacts import Claim, check_input, input_digests, read_record, verify_files
 from common.data.pool import Pool
 from common.data.sources import hub_commits
 from common.families import merged_modules
+from common.kinds import MERGES
 from common.models import empty_model, load_config, source_model
-from common.records import MERGES
+from common.run.artifact import Started, check_input, input_digests, read_record, verify_files
+from common.training.checkpoints import of_first_rank
 from common.training.heldout import Heldout
 from common.training.sharding import Execution, Ranks
 
@@ -58,7 +59,9 @@ def read_conversion(run: str, ranks, exported: str | None = None) -> Conversion:
     whole_head = MERGES[summary["merge"]].whole_head or summary["refit"]  # it changed W_Q and W_O, too
     model = empty_model(aligned, load_config(aligned), torch.float32)
     blended = merged_modules(model.model.layers[0].self_attn, bool(whole_head))
-    model, kv_heads = source_model(aligned_record, run), summary["kv_heads"]
+    # the first rank reads its files, if they have other times than stage 1 recorded
+    model = of_first_rank(source_model(aligned_record, run) if ranks.first else None)
+    kv_heads = summary["kv_heads"]
     return Conversion(aligned, merged, model, kv_heads, summary["merge"], blended, exported, inputs)
 
 
@@ -73,7 +76,7 @@ class TrainingRun:
     heldout: Heldout
     ranks: Ranks
     execution: Execution
-    started: Claim
+    started: Started
 
     @property
     def computation(self) -> dict:

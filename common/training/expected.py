@@ -17,10 +17,10 @@ from common.data.tasks import PUBLISHED_SIZES
 from common.data.text import GENERATED, NONE
 from common.errors import UserError
 from common.families import check_kv_heads, geometry, merged_modules
+from common.kinds import SOURCE
 from common.metrics import CHAT_SET, TASK_SET, TEXT_SET
 from common.models import empty_model, load_config, weight_dtype
 from common.proof import require_convertible
-from common.records import SOURCE
 from common.training import plan
 from common.training.conversion import Conversion
 from common.training.disk import calibration_bytes, gigabytes

@@ -26,10 +26,10 @@ from common.data.text import (
 )
 from common.equivalence import compare
 from common.errors import UserError
-from common.files import known_sha256, open_bytes, write_file
 from common.head import head_of
 from common.metrics import CHAT_SET, COMPARED, START, TASK_SET, TEXT_SET
 from common.models import bos_prefix, load_config
+from common.run.files import stamp, write_file
 from common.training.checkpoints import HELDOUT_CHATS, HELDOUT_TEXT
 from common.training.packing import rows_of_step
 from common.training.sharding import release
@@ -66,8 +66,6 @@ class Heldout:
     def write_unmeasured(self, directory: str) -> None:
         """Write the unmeasured texts, if any, to heldout.npy, [n, length] int32, for 07_eval.py --text, and
         the unmeasured chats to heldout_chats.jsonl, for its --chat.
-
-        Raises UserError if there is another file of these names.
         """
         texts = [sample.prompt for sample in self.unmeasured if not sample.answer_tokens]
         chats = [sample for sample in self.unmeasured if sample.answer_tokens]
@@ -75,14 +73,8 @@ class Heldout:
         np.save(array, np.array(texts, TOKEN))
         for name, content in ((HELDOUT_TEXT, array.getvalue() if texts else b""),
                               (HELDOUT_CHATS, token_lines(chats).encode())):
-            path = os.path.join(directory, name)
-            if os.path.lexists(path):  # of this training, which goes on
-                with open_bytes(path) as file:
-                    if file.read() != content:
-                        raise UserError(f"{path}: expected nothing or what this training holds out, found "
-                                        "another file; move it away first")
-            elif content:
-                with write_file(path) as file:
+            if content:
+                with write_file(os.path.join(directory, name)) as file:
                     file.write(content)
 
     def measurements(self, steps: int) -> int:
@@ -165,9 +157,8 @@ def heldout_texts(sources: Sources, context: DataContext) -> list[Sample]:
     if source == NONE:
         return []
     if os.path.isfile(source):
-        digest = known_sha256(source)
         for path in filter(os.path.isfile, sources.text):
-            if known_sha256(path) == digest:
+            if stamp(path)["sha256"] == stamp(source)["sha256"]:
                 raise UserError(f"--heldout-text {source}: expected text that is not in --text, found the "
                                 f"same in {path}")
     tokens, description = read_sequences(source, None, context, count, length, EVALUATION)

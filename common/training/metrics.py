@@ -8,9 +8,9 @@ import time
 
 import torch
 
-from common.files import write_text
 from common.method.losses import TERMS
 from common.metrics import COMPARED, METRICS, SETS, read_metrics
+from common.run.files import write_text
 from common.training.hardware import peak_flops
 
 # metric -> its name in TensorBoard, which groups by what is before the slash

@@ -8,7 +8,6 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 
 from common import cli
-from common.artifacts import Claim
 from common.cli import Flag
 from common.data.data_sets import COMMITS
 from common.data.demo import DEMO, default_sources
@@ -17,8 +16,9 @@ from common.data.sources import DataContext, check_sources, choose_chats, hub_co
 from common.data.text import NONE, is_endless, sequence_length
 from common.errors import UserError
 from common.families import OUTPUTS, needs_eager
+from common.kinds import SOURCE
 from common.models import bos_prefix, load_config, load_tokenizer
-from common.records import SOURCE
+from common.run.artifact import Started
 from common.training import checkpoints, engine, hardware, plan
 from common.training.conversion import HUB_COMMITS, Conversion, TrainingRun
 from common.training.engine import Schedule
@@ -173,7 +173,7 @@ def settle(
     args,  # the flags as given
     flags: list[Flag],  # the stage's table of them
     conversion: Conversion,
-    started: Claim,
+    started: Started,
     ranks,
 ) -> tuple[Settings, TrainingRun]:
     """Read the samples, and fill in every flag that was left out. Raises UserError for what does not fit."""

@@ -25,13 +25,12 @@ from dataclasses import replace
 import torch
 
 from common import sidecars
-from common.artifacts import digest, input_digests, verify_files, write_record
 from common.cli import non_negative_float, positive, run_stage, stage_parser
 from common.equivalence import max_difference, mean_kl, mean_nll
 from common.errors import UserError
-from common.files import write_directory
 from common.metrics import read_metrics
 from common.models import load_config, load_tokenizer
+from common.run.artifact import digest, input_digests, verify_files, write_directory, write_record
 from related.dha import fusion, grouping, training
 from related.dha.records import FUSE, SEARCH, read
 

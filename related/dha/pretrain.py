@@ -20,13 +20,12 @@ import shutil
 import torch
 
 from common import cli, sidecars
-from common.artifacts import input_digests, verify_files, write_record
 from common.cli import positive, run_stage, stage_parser
 from common.errors import UserError
 from common.evaluate import cache_bytes_per_token
-from common.files import write_directory
 from common.metrics import read_metrics
 from common.models import describe, fingerprint, load_config, load_tokenizer
+from common.run.artifact import input_digests, verify_files, write_directory, write_record
 from common.training import checkpoints
 from related.dha import fusion, training
 from related.dha.records import PRETRAIN, SEARCH, read, read_start, steps_before

@@ -2,43 +2,30 @@
 
 import os
 
-from common.artifacts import RECORD, read_record, record_path
 from common.errors import UserError
-from common.files import read_json
-from common.records import COUNT, DIGEST, FILES, NUMBER, POSITIVE, SIZE, STAGES, STRING, Number
+from common.run.artifact import FIELDS_OF, RECORD, read_record
+from common.run.files import read_json
 
 SEARCH, FUSE, START, PRETRAIN, REPORT = (
     f"related/dha/{name}.py" for name in ("search", "fuse", "start", "pretrain", "report")
 )
-DATA_FLAGS = {  # flags of search that hold for everything that is compared
-    "text": STRING, "heldout": STRING, "sequences": COUNT, "heldout_sequences": COUNT,
-    "length": Number(at_least=2, whole=True), "batch": COUNT, "tokens_per_microbatch": COUNT, "seed": SIZE,
-    "lr": POSITIVE,
-}
-DATA = DATA_FLAGS | {"tokens_sha256": DIGEST}
-CHOICE = {"source_heads": [COUNT], "heads": [COUNT]}  # of keys or values, a number per layer
-PHASE = {"steps": COUNT, "data": DATA}
-STAGES.update({  # what records hold besides the fields of every record
-    SEARCH: {"files": FILES, "groups": {"key": [[[SIZE]]], "value": [[[SIZE]]]},
-             "summary": PHASE | {"steps_so_far": COUNT, "kv_heads": COUNT, "key": CHOICE, "value": CHOICE}},
-    FUSE: {"files": FILES, "summary": PHASE | {"steps_so_far": COUNT, "fusion_loss": POSITIVE,
-                                               "loss_ended": NUMBER, "loss_fused": NUMBER}},
-    START: {"files": FILES, "summary": {"steps_so_far": SIZE}},
-    PRETRAIN: {"files": FILES, "summary": PHASE | {"batch": COUNT, "tokens": COUNT, "heldout": [[NUMBER]],
-                                                   "cache_bytes_per_token": POSITIVE}},
+# flags of search that hold for everything that is compared
+DATA_FLAGS = ("text", "heldout", "sequences", "heldout_sequences", "length", "batch", "tokens_per_microbatch",
+              "seed", "lr")
+FIELDS_OF.update({
+    SEARCH: ("groups", ".steps", ".data", ".steps_so_far", ".kv_heads", ".key", ".value"),
+    FUSE: (".steps", ".data", ".steps_so_far", ".fusion_loss", ".loss_ended", ".loss_fused"),
+    START: (".steps_so_far",),
+    PRETRAIN: (".steps", ".data", ".batch", ".tokens", ".heldout", ".cache_bytes_per_token"),
 })
 
 
 def read(path: str, stage: str, model: dict | None = None) -> dict:
-    """The record of a DHA artifact, valid in every field. Raises UserError with file, expected and found."""
+    """The record of a DHA artifact. Raises UserError with file, expected and found."""
     record = read_record(path, stage, model)
-    fault = None
-    if stage == SEARCH:
-        fault = find_group_fault("key", record) or find_group_fault("value", record)
-    elif stage == PRETRAIN:
-        fault = find_curve_fault(record["summary"]["heldout"])
+    fault = stage == SEARCH and (find_group_fault("key", record) or find_group_fault("value", record))
     if fault:
-        raise UserError(f"{record_path(path)}: {fault}; run {stage} again with --force")
+        raise UserError(f"{path}/{RECORD}: {fault}; run {stage} again with --force")
     return record
 
 
@@ -54,14 +41,6 @@ def find_group_fault(kind: str, record: dict) -> str | None:
             return (f"record.groups.{kind}[{index}]: expected {count} groups of {source // count} heads, "
                     f"each of 0 to {source - 1} once, found {groups}")
     return None
-
-
-def find_curve_fault(points: list) -> str | None:
-    """Why held-out losses are no list of [tokens, loss] pairs with rising tokens."""
-    tokens = [point[0] for point in points if len(point) == 2]
-    if points and len(tokens) == len(points) and tokens == sorted(tokens):
-        return None
-    return "record.summary.heldout: expected [tokens, loss] pairs with rising tokens, found others or none"
 
 
 def read_start(checkpoint: str) -> dict | None:

@@ -1,7 +1,7 @@
 """DHA, with and without fusion, and GQA with as large a cache: held-out loss over tokens, or before any.
 
 Reads   RUN/searched/, RUN/search/, RUN/fusion/, RUN/fused/, and the rows of pretrain.py: RUN/NAME/
-Writes  RUN/compare.json, compare.md, compare.png; with --models RUN/starts.json, starts.md
+Writes  RUN/compare/: compare.md, compare.png; with --models RUN/starts/: starts.md
 
     python -m related.dha.report                 # after related/dha/run.sh, which ends with it
     python -m related.dha.report --models fused=runs/dha/fused measured=runs/dha/start-measured
@@ -21,17 +21,17 @@ import statistics
 import torch
 
 from common import cli
-from common.artifacts import begin_stage, check_input, input_digests, write_beside, write_record
 from common.cli import run_stage, stage_parser
 from common.data.text import EVALUATION, load_tokens
 from common.equivalence import mean_kl, mean_nll
 from common.errors import UserError
 from common.evaluate import cache_bytes_per_token
-from common.files import write_text
 from common.metrics import read_metrics
 from common.models import load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table
+from common.run.artifact import begin_stage, check_input, input_digests, write_directory, write_record
+from common.run.files import write_text
 from related.dha import fusion, training
 from related.dha.records import FUSE, PRETRAIN, REPORT, SEARCH, read
 
@@ -126,8 +126,8 @@ def comparison_table(rows: dict[str, dict]) -> str:
     return table(["", "cache bytes per token", "first loss", "after tokens", *shares], lines)
 
 
-def compare_trained(args, search: dict) -> tuple[str, dict, str]:
-    """The text of compare.md, the summary of compare.json and a closing line; draws compare.png."""
+def compare_trained(args, search: dict, aside: str) -> tuple[str, dict, str]:
+    """The text of compare.md, the summary and a closing line; draws compare.png in `aside`."""
     fusing = read(os.path.join(args.run, "fused"), FUSE, search["model"])
     check_input(fusing, os.path.join(args.run, "searched"))
     model, searched, fused = search["model"], search["summary"], fusing["summary"]
@@ -139,7 +139,7 @@ def compare_trained(args, search: dict) -> tuple[str, dict, str]:
     uncompressed = uncompressed_curve(args.run, searched, fused)
     points = {name: row["heldout"] for name, row in rows.items()}
     title = f"{model['name']}: {model['heads']} heads, a cache of {searched['kv_heads']} per layer"
-    curves(os.path.join(args.run, "compare.png"), points, uncompressed, title)
+    curves(os.path.join(aside, "compare.png"), points, uncompressed, title)
     losses = {name: row["heldout"][-1][1] for name, row in rows.items()}
     best = min([name for name in rows if name != SOURCE] or rows, key=losses.get)
     tokens = rows[best]["tokens"]
@@ -164,8 +164,8 @@ def measure(path: str, tokens: torch.Tensor, source: list[torch.Tensor]) -> dict
     }
 
 
-def compare_starts(args, search: dict) -> tuple[str, dict, str]:
-    """The text of starts.md, the summary of starts.json and a closing line."""
+def compare_starts(args, search: dict, aside: str) -> tuple[str, dict, str]:
+    """The text of starts.md, the summary and a closing line."""
     data, path = search["summary"]["data"], search["model"]["path"]
     tokens, text = load_tokens(data["heldout"], load_tokenizer(path), data["heldout_sequences"],
                                data["length"], EVALUATION)
@@ -188,14 +188,14 @@ def main():
     name = "starts" if args.models else "compare"
     rows = [] if args.models else args.names
     inputs = input_digests(args.run, [os.path.join(args.run, name) for name in ("searched", *rows)])
-    output, table_file = os.path.join(args.run, f"{name}.json"), f"{name}.md"
-    started = begin_stage(REPORT, args, output, beside=(table_file,), inputs=inputs)
+    output = os.path.join(args.run, name)
+    started = begin_stage(REPORT, args, output, inputs=inputs)
     search = read(os.path.join(args.run, "searched"), SEARCH)
-    text, summary, closing = (compare_starts if args.models else compare_trained)(args, search)
-    with write_beside(output) as aside:
-        write_text(os.path.join(aside, table_file), text)
-        write_record(aside, started.record(search["model"], summary), f"{name}.json")
-    print(f"\n{text}\nwrote   {output}, {table_file}\nreport: {closing}, in {started.clock()} s")
+    with write_directory(output) as aside:
+        text, summary, closing = (compare_starts if args.models else compare_trained)(args, search, aside)
+        write_text(os.path.join(aside, f"{name}.md"), text)
+        write_record(aside, started.record(search["model"], summary))
+    print(f"\n{text}\nwrote   {output}\nreport: {closing}, in {started.clock()} s")
 
 
 if __name__ == "__main__":

@@ -25,14 +25,13 @@ import os
 import torch
 
 from common import sidecars
-from common.artifacts import verify_files, write_record
 from common.cli import non_negative_float, positive, run_stage, seed, stage_parser
 from common.data.demo import DEMO, resolve_model
 from common.data.text import EXPECTED, sequence_length
 from common.errors import UserError
 from common.families import check_kv_heads, geometry
-from common.files import write_directory
 from common.models import describe, fingerprint, load_config, load_model, load_tokenizer
+from common.run.artifact import verify_files, write_directory, write_record
 from related.dha import fusion, grouping, training
 from related.dha.records import DATA_FLAGS, FUSE, SEARCH, read_start, steps_before
 
@@ -163,7 +162,7 @@ def finish(args, started, model: dict, summary: dict) -> None:
     summary |= {"unchanged_by_folding": difference} | choice
     with write_directory(output) as aside:
         sidecars.save(folded, aside, model["path"])
-        write_record(aside, started.record(model, summary) | {"groups": groups})
+        write_record(aside, started.record(model, summary, groups=groups))
     print(f"wrote   {output}\nsearch: {steps} steps; relative logit difference with identity operators "
           f"{summary['unchanged_at_start']:.1e}, after folding {difference:.1e}; "
           f"key heads {choice['key']['heads']}, value heads {choice['value']['heads']}, in "

@@ -30,7 +30,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from common import artifacts, cli, sidecars
+from common import cli, sidecars
 from common.calibration import Calibration
 from common.cli import positive, run_stage, stage_parser
 from common.closed_form.keys import merge_rope_keys
@@ -41,7 +41,6 @@ from common.data.text import load_tokens
 from common.equivalence import mean_kl
 from common.errors import UserError
 from common.families import allowed_kv_heads, check_kv_heads, key_context
-from common.files import write_directory
 from common.layers import Layers
 from common.method.grouping import anneal
 from common.method.merge import fuse_layer, head_columns, head_rows
@@ -49,6 +48,14 @@ from common.method.procrustes import align_layer
 from common.method.stats import LayerGrams, group_blocks
 from common.models import describe, load_model, load_tokenizer
 from common.progress import Progress
+from common.run.artifact import (
+    begin_stage,
+    check_same_model,
+    input_digests,
+    verify_files,
+    write_directory,
+    write_record,
+)
 from related.dha import fusion
 from related.dha.records import SEARCH, START, read
 from related.dha.training import all_logits, relative_difference
@@ -274,22 +281,22 @@ def main():
     search = read(searched, SEARCH)
     path = searched if none or args.weights == "searched" else search["model"]["path"]
     read_from = [searched] if args.merge == "mean" else [searched, calibration]
-    started = artifacts.begin_stage(stage, args, output, inputs=artifacts.input_digests(args.run, read_from))
+    started = begin_stage(stage, args, output, inputs=input_digests(args.run, read_from))
     print(f"reads   {path}, {', '.join(read_from)}")
     if path == searched:
-        artifacts.verify_files(searched, search)
+        verify_files(searched, search)
     grams_of = None
     if args.merge != "mean":
         calibrated = Calibration(calibration)
-        artifacts.check_same_model(calibration, describe(path), calibrated.model)
+        check_same_model(calibration, describe(path), calibrated.model)
         grams_of = partial(calibrated.grams, "cpu")  # of a layer
     model, metrics = MERGES[args.merge](args, path, search, grams_of)
     heads = fusion.head_counts(model.config)
     summary = metrics | {"heads": heads, "stock": model.config.model_type == "llama"}
     with write_directory(output) as aside:
         sidecars.save(model, aside, path)
-        record = started.record(search["model"], summary)
-        artifacts.write_record(aside, record | ({"groups": search["groups"]} if none else {}))
+        groups = {"groups": search["groups"]} if none else {}
+        write_record(aside, started.record(search["model"], summary, **groups))
     print(f"cache   key heads {heads['key']}, value heads {heads['value']}\nwrote   {output}\n"
           f"start: heads of {path}, --merge {args.merge}, in {started.clock()} s")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from common.artifacts import begin_stage
 from common.cli import positive, probability
 from common.data.pool import samples_digest
 from common.data.rows import Sample
@@ -17,6 +16,7 @@ from common.equivalence import max_difference, require_close
 from common.errors import UserError
 from common.method.losses import next_token_loss
 from common.models import load_config, load_model
+from common.run.artifact import begin_stage
 from common.training import checkpoints, engine
 from common.training.engine import STOPPED, Job, Schedule, Step, steps
 from common.training.packing import build_row

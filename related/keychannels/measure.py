@@ -1,7 +1,7 @@
 """Key-channel pruning measured: what selectors cost, what the pruned cache saves, and two premises.
 
 Reads   checkpoints, a text
-Writes  RUN/keychannels.json, keychannels.md and keychannels.png, or RUN/premises.json and premises.md
+Writes  RUN/keychannels/: keychannels.md and keychannels.png, or RUN/premises/: premises.md
 
     python -m related.keychannels.measure --model demo runs/demo/gqa             # a minute on two cores
     python -m related.keychannels.measure --run runs/llama2-keys --device cuda --dtype bfloat16 --text c4 \\
@@ -35,18 +35,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.artifacts import begin_stage, write_beside, write_record
 from common.cli import device as device_flag
 from common.cli import non_negative, positive, probability, run_stage, stage_parser
 from common.data.demo import DEMO, resolve_model
 from common.data.text import EVALUATION, EXPECTED, load_tokens
 from common.errors import UserError
 from common.families import geometry
-from common.files import write_text
 from common.models import describe, fingerprint, load_config, load_model, load_tokenizer, pick_device
 from common.progress import Progress
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
+from common.run.artifact import begin_stage, write_directory, write_record
+from common.run.files import write_text
 from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, by_key_head, cached_bytes
 from related.keychannels.channels import SELECTORS, exact, interactions, objective, removed_count
 
@@ -402,7 +402,7 @@ def main():
     name = "premises" if args.premises else "keychannels"
     output = os.path.join(args.run, name)
     inputs = {path: fingerprint(path) for path in paths}
-    started = begin_stage(STAGE, args, output + ".json", inputs=inputs, beside=(f"{name}.md", f"{name}.png"))
+    started = begin_stage(STAGE, args, output, inputs=inputs)
     device, length = pick_device(args.device), args.prompt + args.continuation
     for path in paths:
         tokens, source = load_tokens(args.text, load_tokenizer(path), args.sequences, length, EVALUATION)
@@ -418,15 +418,15 @@ def main():
         last = f"the window finds {share / best:.0%} of the attention that a tenth of the prompt can get"
     else:
         shown, last = "\n\n".join(map(tables, results.values())), closing_line(results, args.select[-1])
-    record = started.record(describe(paths[0]), {}) | {"device": device, "results": results}
-    with write_beside(output + ".json") as aside:
+    record = started.record(describe(paths[0]), {}, device=device, results=results)
+    with write_directory(output) as aside:
         if not args.premises:
             prompt = f"a prompt of {args.prompt} tokens, the last {args.recent} unpruned"
             title = f"key channels removed from {prompt}"
             picture(os.path.join(aside, f"{name}.png"), results, title)
         write_text(os.path.join(aside, f"{name}.md"), shown + "\n")
-        write_record(aside, record, f"{name}.json")
-    print(f"\n{shown}\n\nwrote   {output}.json, {output}.md\n{name}: {last}; in {started.clock()} s")
+        write_record(aside, record)
+    print(f"\n{shown}\n\nwrote   {output}\n{name}: {last}; in {started.clock()} s")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Reads   a checkpoint (--model) for its condition numbers; configs for the table of weights; RUN/serial/ and
         RUN/parallel/, which train.py writes
-Writes  RUN/compare.json, .md, .png   the tables and the picture
+Writes  RUN/compare/   the tables, compare.md, and the picture, compare.png
 
     python -m related.skipless.compare                                            # a minute on two cores
     python -m related.skipless.compare --run runs/x --model meta-llama/Llama-2-7b-hf --report-only
@@ -25,18 +25,18 @@ from pathlib import Path
 import torch
 
 from common import families, models
-from common.artifacts import begin_stage, read_record, verify_files, write_beside, write_record
 from common.cli import device as device_flag
 from common.cli import positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.text import EVALUATION, load_tokens
 from common.errors import UserError
-from common.files import write_text
 from common.layers import Layers
 from common.progress import Progress
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
+from common.run.artifact import begin_stage, read_record, verify_files, write_directory, write_record
+from common.run.files import write_text
 from related.skipless import fold, train
 from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
 
@@ -341,8 +341,7 @@ def main():
     if config.model_type not in separate:
         raise UserError(f"{path}: expected model_type in {separate}, found {config.model_type!r}")
     weights, lines, trained, swept = count_all(args, config), None, None, None
-    beside = [os.path.basename(output) + kind for kind in (".md", ".png")]
-    started = begin_stage(STAGE, args, output + ".json", beside=beside)
+    started = begin_stage(STAGE, args, output)
     if not args.report_only:
         lines, trained, swept = fold_trained(args)
     print(f"reads   {path}; {len(weights) - 1} configs")
@@ -356,14 +355,14 @@ def main():
         tables["The same, with every Q of the trained serial model ill-conditioned"] = markdown_table(
             ("condition number of every Q", precisions), rows)
     report = "\n\n".join(f"{title}:\n\n{table}" for title, table in tables.items())
-    record = started.record(models.describe(path, args.model), {}) | {
-        "weights": weights, "conditions": numbers, "exactness": lines, "trained": trained, "sweep": swept}
-    with write_beside(output + ".json") as aside:
+    record = started.record(models.describe(path, args.model), {}, weights=weights, conditions=numbers,
+                            exactness=lines, trained=trained, sweep=swept)
+    with write_directory(output) as aside:
         write_text(os.path.join(aside, "compare.md"), report + "\n")
         drawn = os.path.join(aside, "compare.png")
         picture(drawn, args.model, numbers, trained, swept, args.max_condition)
-        write_record(aside, record, "compare.json")
-    print(f"\n{report}\n\nwrote   {output}.json, {output}.md")
+        write_record(aside, record)
+    print(f"\n{report}\n\nwrote   {output}")
     print(f"compare: {closing_line(args.model, numbers, lines)}; in {started.clock()} s")
 
 

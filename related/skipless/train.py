@@ -2,7 +2,7 @@
 
 Reads   the shape and the tokenizer of a checkpoint (--model), a text
 Writes  RUN/serial/, RUN/parallel/, or with --without q RUN/serial-trained-without-q/   a skipless checkpoint
-        RUN/seed-N/, RUN/variants.json, variants.md   with --variants: all of them, and their held-out losses
+        RUN/seed-N/, RUN/variants/   with --variants: all of them, and their held-out losses
 
     python -m related.skipless.train                 # a minute on two cores: the demo model's shape and text
     python -m related.skipless.train --without k     # the paper's Figure 1(c) from scratch: no K and no P
@@ -30,7 +30,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from common import models, proof, sidecars
-from common.artifacts import Claim, begin_stage, read_record, write_beside, write_record
 from common.cli import positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
@@ -39,12 +38,12 @@ from common.data.rows import Sample
 from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
 from common.errors import UserError
 from common.evaluate import perplexity
-from common.files import write_directory, write_text
 from common.forward import run_layer
 from common.method.losses import next_token_loss
 from common.metrics import METRICS
-from common.records import FILES, POSITIVE, STAGES, STRING
 from common.reporting.tables import markdown_table
+from common.run.artifact import FIELDS_OF, Started, begin_stage, read_record, write_directory, write_record
+from common.run.files import write_text
 from common.training import checkpoints
 from common.training.engine import STOPPED, Job, Schedule, make_optimizer, steps
 from common.training.sharding import Execution, Ranks, build, joined_ranks
@@ -52,9 +51,7 @@ from related.skipless.fold import PROJECTIONS, check_square, conditions
 from related.skipless.modeling import SkiplessConfig
 
 STAGE = "related/skipless/train.py"
-CONDITIONS = [{STRING: POSITIVE}]
-STAGES[STAGE] = {"files": FILES, "summary": {
-    "perplexity": POSITIVE, "conditions_before": CONDITIONS, "conditions_after": CONDITIONS}}
+FIELDS_OF[STAGE] = (".perplexity", ".conditions_before", ".conditions_after")
 VARIANTS = {None: "full", "q": "without Q and P", "k": "without K and P", "v": "without V and P"}
 SHARPNESS = 1.5  # initial scale of Q and K: at 1 the average over a hundred tokens outweighs the token itself
 GATE, GATE_BIAS = 0.3, 1.0  # initial scale of the gate's weights and its bias: open for any input
@@ -163,7 +160,7 @@ def model_path(run: str, parallel: bool, without: str | None = None) -> str:
     return os.path.join(run, f"{name}-trained-without-{without}" if without else name)
 
 
-def train_skipless(args, source: str, without: str | None, ranks: Ranks, started: Claim) -> bool:
+def train_skipless(args, source: str, without: str | None, ranks: Ranks, started: Started) -> bool:
     """Train one model and write model_path. False when a signal stopped it, after saving.
 
     source: the checkpoint that gives shape and tokenizer; without: "q", "k" or "v", which is then absent from
@@ -217,7 +214,7 @@ def make_job(directory: str, config: SkiplessConfig, ids: torch.Tensor, args, ra
     return job
 
 
-def write_model(started: Claim, source: str, path: str, heldout: tuple[torch.Tensor, str]) -> None:
+def write_model(started: Started, source: str, path: str, heldout: tuple[torch.Tensor, str]) -> None:
     """Write the trained model from its last checkpoint, with its record, and remove the checkpoints."""
     directory, (tokens, text) = path + ".train", heldout
     model = models.load_model(os.path.join(directory, "start"))
@@ -235,7 +232,7 @@ def write_model(started: Claim, source: str, path: str, heldout: tuple[torch.Ten
           f"{started.clock()} s")
 
 
-def train_variants(args, source: str, ranks: Ranks, started: Claim) -> dict[str, list[float]] | None:
+def train_variants(args, source: str, ranks: Ranks, started: Started) -> dict[str, list[float]] | None:
     """Title -> held-out losses in nats; trains those that do not exist. None when a signal stopped that."""
     losses = {title: [] for title in VARIANTS.values()}
     for number in range(args.seed, args.seed + args.variants):
@@ -267,8 +264,7 @@ def main() -> int:
     load_shape(source, args.length, "qkv" if args.variants else args.without or "")
     path = model_path(args.run, args.parallel, args.without)
     output = os.path.join(args.run, "variants-parallel" if args.parallel else "variants")
-    table_file = f"{os.path.basename(output)}.md"
-    started = begin_stage(STAGE, args, output + ".json" if args.variants else path, beside=(table_file,))
+    started = begin_stage(STAGE, args, output if args.variants else path)
     with joined_ranks() as ranks:
         if not args.variants:
             return 0 if train_skipless(args, source, args.without, ranks, started) else STOPPED
@@ -280,11 +276,10 @@ def main() -> int:
         parameters = {title: models.load_model(model_path(first, args.parallel, without)).num_parameters()
                       for without, title in VARIANTS.items()}
         text, summary = table(losses, parameters), {"losses": losses, "parameters": parameters}
-        with write_beside(output + ".json") as aside:
-            write_text(os.path.join(aside, table_file), text + "\n")
-            record = started.record(models.describe(source), summary)
-            write_record(aside, record, os.path.basename(output) + ".json")
-        print(f"\n{text}\n\nwrote   {output}.json, {output}.md")
+        with write_directory(output) as aside:
+            write_text(os.path.join(aside, "variants.md"), text + "\n")
+            write_record(aside, started.record(models.describe(source), summary))
+        print(f"\n{text}\n\nwrote   {output}")
         print(f"variants: held-out loss of {args.variants} trainings each, in {started.clock()} s")
     return 0
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from common.files import files_in
 from huggingface_hub import constants, hf_hub_download
 
 from common.errors import UserError
-from common.files import files_in
 from common.layers import Layers
 from common.models import config_file, load_config, load_model, load_tokenizer, local_model
 from hub import LOGIN, RESTRICTED, serving

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common.files import files_in
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from common import files, models
 from common.errors import UserError
 from common.families import geometry, key_context
-from common.files import files_in
 from common.layers import Layers
 from common.models import describe, load_config, load_model, load_tokenizer, source_model
 from common.weights import fingerprint, open_checkpoint, weight_files

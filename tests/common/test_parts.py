@@ -2,7 +2,6 @@
 
 
 import pytest
-
 from common.files import unfinished
 from common.parts import Parts, remove_parts
 

@@ -4,10 +4,10 @@ import json
 import math
 
 import pytest
+from common.records import MERGES, STAGES, find_fault
 
 from common import artifacts
 from common.errors import UserError
-from common.records import MERGES, STAGES, find_fault
 from runs import (
     COSINES,
     FIELDS,

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from common.artifacts import read_record
+from common.files import sha256
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from common import cli
-from common.artifacts import read_record
 from common.data.chat import has_tokens, load_chats, load_tokenized
 from common.data.data_sets import COMMITS
 from common.data.pool import Pool, Sources, load_pool, samples_digest
@@ -25,7 +26,6 @@ from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, load_task
 from common.data.text import HELDOUT, TRAIN, packed_rows
 from common.errors import UserError
-from common.files import sha256
 from common.metrics import CHAT_SET, TEXT_SET, read_metrics
 from common.training.checkpoints import saved_checkpoints
 from common.training.conversion import TrainingRun

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from common.records import MERGES
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -12,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from common.calibration import Calibration
 from common.errors import UserError
 from common.proof import require_convertible
-from common.records import MERGES
 from models import save_tiny, tiny_model
 from pipelines import in_memory
 from pipelines.in_memory import convert

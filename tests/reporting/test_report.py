@@ -7,9 +7,9 @@ import shlex
 from xml.etree import ElementTree
 
 import pytest
+from common.files import write_json
 
 from common.errors import UserError
-from common.files import write_json
 from common.reporting import report
 from common.reporting.tables import cell, flatten, label
 from runs import flags, valid_record

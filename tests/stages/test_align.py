@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common.artifacts import read_record
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common import layers
-from common.artifacts import read_record
 from common.calibration import Calibration
 from common.closed_form import refit as refitting
 from common.closed_form.layer import closed_form_layer, energy_lost

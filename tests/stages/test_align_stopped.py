@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from common.artifacts import check_input, read_record
+
 from common.closed_form import refit as refitting
 from common.errors import UserError
 from runs import checkpoint_digests, copy_run, run, run_in_process

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from common.artifacts import digest, write_record
+from common.files import sha256
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from common.artifacts import digest, write_record
-from common.files import sha256
 from common.layers import Layers
 from common.training import checkpoints
 from common.training.checkpoints import DIGESTS, TrainedWeights, saved_checkpoints, step_of

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import filelock
 import pytest
 import torch
+from common.artifacts import write_record
 from safetensors.torch import load_file, save_file
 
-from common.artifacts import write_record
 from common.cli import run_stage
 from common.data import pool
 from common.data.pool import Sources, load_tasks

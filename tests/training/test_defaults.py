@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common.files import write_json
 
 from common import records
 from common.data.demo import DEMO
 from common.data.pool import Pool
 from common.data.rows import Sample
 from common.errors import UserError
-from common.files import write_json
 from common.method import masks, merge
 from common.training import hardware, mask_state, settings
 from common.training import plan as budget

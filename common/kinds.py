@@ -1,0 +1,73 @@
+"""What comes in kinds, by the values of flags, in words for --help and the model card."""
+
+from typing import NamedTuple
+
+
+class MergeKind(NamedTuple):
+    """A way to merge. done: in short; whole_head: it changes W_Q and W_O, too."""
+
+    help: str
+    card: str
+    done: str
+    whole_head: bool = False
+
+
+class GroupKind(NamedTuple):
+    """Scores by which heads are grouped. done: in short; compared: by a criterion, as in the paper."""
+
+    card: str
+    done: str
+    compared: bool = False
+
+
+CRITERION = ("cos", "dist")
+# kinds, by the values of flags, in words for --help or the model card
+BY = {
+    "none": GroupKind("adjacent heads", "adjacent heads grouped"),
+    "key": GroupKind("similarity of keys after alignment", "heads grouped by keys", True),
+    "value": GroupKind("similarity of values after alignment", "heads grouped by values", True),
+    "both": GroupKind("similarity of keys and values after alignment",
+                      "heads grouped by keys and values", True),
+    "energy": GroupKind("least energy lost by closed-form merging", "heads grouped by energy"),
+}
+MERGES = {
+    "mean": MergeKind("as in the paper", "the mean of the {heads} of a group", "averaged"),
+    "scaled": MergeKind("that mean at the mean norm of the group's heads (an ablation of ours)",
+                        "the mean of the {heads} of a group, scaled to their mean norm",
+                        "averaged at their mean norm"),
+    "first": MergeKind("the first head of each group (an ablation of ours)",
+                       "the first of the {heads} of a group, retained",
+                       "the first of each group retained"),
+    "closed-form": MergeKind("the best shared heads", "the best shared head in closed form",
+                             "merged in closed form", True),
+}
+REFITS = {
+    "output": "each W_O refitted by least squares",
+    "attention": "the attention of each layer refitted to the source's",
+}
+MASKS = {
+    "l0-released": "L0 masks as in the authors' code moved each head from its own projections to its group's",
+    "l0": "L0 masks moved each head from its own projections to its group's",
+    "off": "the merged model was trained directly, without masks",
+}
+SOURCE = "source"  # the teacher of stage 5, where it is the untouched source model
+
+
+def find_group_fault(groups: list, model: dict, kv_heads: int) -> str | None:
+    """Why `groups`, [layers][G][D] heads, is not a partition of each layer's source kv heads into kv_heads
+    equal groups; None if it is.
+    """
+    source_kv_heads = model["kv_heads"]
+    if kv_heads >= source_kv_heads or source_kv_heads % kv_heads:
+        return f"kv_heads: expected a proper divisor of {source_kv_heads}, found {kv_heads}"
+    if len(groups) != model["layers"]:
+        return f"groups: expected {model['layers']} layers, found {len(groups)}"
+    for layer, layer_groups in enumerate(groups):
+        try:
+            sizes, heads = [len(group) for group in layer_groups], sorted(sum(layer_groups, []))
+        except TypeError:
+            sizes = heads = []
+        if sizes != [source_kv_heads // kv_heads] * kv_heads or heads != list(range(source_kv_heads)):
+            return (f"groups[{layer}]: expected {kv_heads} equal groups of heads, each of heads 0 to "
+                    f"{source_kv_heads - 1} once, found {layer_groups}")
+    return None
