@@ -7,10 +7,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
-from common.files import files_in
 from huggingface_hub import constants, list_repo_files
 
 from common.data import data_sets
+from common.run.files import files_in
 
 LISTED = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)/tree/[^/]+/?(.*)")
 DESCRIBED = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/[^/]+)?")

@@ -57,25 +57,21 @@ TRAINED = {"steps": 3, "batch": 4, "lr": 0.1, "loss": 0.5, "tokens": 64}
 FIELDS = {  # stage -> the fields that its record has beside those of every record
     "01_calibrate.py": {
         "arguments": {"text": "t"},
-        "files": {"layer-00000.safetensors": SHA, "layer-00001.safetensors": SHA, "tokens.safetensors": SHA},
+        "read": [],
         "summary": {"tokens": 64, "sequences": 2, "length": 32, "text": "t", "sampled_tokens": 8,
                     "positions": 64, "peak_memory_gib": 0.5},
     },
     "02_similarity.py": {
-        "files": {"similarity.safetensors": SHA, "pairs.png": SHA},
         "summary": {f"{head}.{criterion}.{when}": -0.5 for head in ("key", "value")
                     for criterion in ("cos", "dist") for when in ("before", "after")},
     },
     "03_group.py": {
-        "files": {"groups.png": SHA},
         "calibration": SHA,
-        "kv_heads": 2,
         "groups": GROUPS,
         "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "score_default": [-1.0, -2.0],
                     "score_found": [-1.0, -1.5]},
     },
     "04_align.py": {
-        "files": {"config.json": SHA, "model-00001-of-00004.safetensors": SHA},
         "groups": GROUPS,
         "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "rotate": "dist", "merge": "mean",
                     "refit": "attention", "key_context": 64, "refit_layers": [REFIT, REFIT],
@@ -87,20 +83,17 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
     },
     "05_prune_train.py": {
         "arguments": {"tasks": "hub", "only": ["piqa"], "seed": 0},
-        "files": {"step-00000003/.metadata": SHA}, "summary": TRAINED | STUDENT},
+        "summary": TRAINED | STUDENT},
     "06_export.py": {
-        "files": {"model.safetensors": SHA},
         "summary": {"kv_heads": 2, "dtype": "torch.float32", "class": "LlamaForCausalLM",
                     "max_logit_difference": 0.0},
     },
     "07_eval.py": {
         "device": "cpu",
-        "files": {"eval.md": SHA},
         "summary": {},
         "results": {"gqa": {"path": "gqa", "heads": 8, "kv_heads": 2}},
     },
 }
-OPEN = ("flags", "arguments", "packages")  # objects whose names are free
 
 
 def task_rows(count: int, seed: int) -> dict[str, list[dict]]:
@@ -448,11 +441,10 @@ def read(path: Path) -> dict:
 
 
 def digests(path: Path) -> dict[str, str]:
-    """sha256 of an artifact's tensors, or of what groups.json says."""
-    if path.name == "groups.json":
-        return {"groups": str(read(path)["groups"])}
-    files = [path] if path.is_file() else sorted(path.rglob("*"))
-    tensors = [file for file in files if file.suffix == ".safetensors"]
+    """sha256 of an artifact's tensors, or of what groups/ says."""
+    if path.name == "groups":
+        return {"groups": str(read(path / "stage.json")["groups"])}
+    tensors = [file for file in sorted(path.rglob("*")) if file.suffix == ".safetensors"]
     return {file.name: tensors_digest(file) for file in tensors}
 
 
@@ -486,9 +478,10 @@ def contents(directory) -> dict[str, str]:
 
 def valid_record(stage: str) -> dict:
     """A record that every stage accepts."""
-    every = {"stage": stage, "directory": "/r", "flags": {"seed": 0}, "arguments": {"run": "r"},
-             "model": SMALL_MODEL, "inputs": {"calibration": SHA}, "packages": {"torch": "2"}, "commit": None,
-             "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00"}
+    every = {"stage": stage, "flags": {"seed": 0}, "arguments": {"run": "r"}, "model": SMALL_MODEL,
+             "inputs": {"RUN/calibration": SHA}, "packages": {"torch": "2"}, "commit": None, "seconds": 1.5,
+             "date": "2026-01-02T03:04:05+00:00",
+             "files": {"a": {"size": 1, "time": 2, "sha256": SHA}, "README.md": None}}
     return copy.deepcopy(every | FIELDS[stage])
 
 
@@ -499,29 +492,11 @@ def save_record(directory: Path, record) -> str:
     return str(directory)
 
 
-def places_in(value, prefix: tuple = (), closed=OPEN):
-    """Every place in a record, as the names and indices that lead to it, but those in `closed` objects."""
-    if prefix:
-        yield prefix
-    if prefix and prefix[-1] in closed:
-        return
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from places_in(item, (*prefix, key), closed)
-
-
-def changed_record(record: dict, place: tuple, value=None, remove: bool = False) -> dict:
+def changed_record(record: dict, place: tuple, value) -> dict:
     record = copy.deepcopy(record)
-    parent = value_at(record, place[:-1])
-    if remove:
-        del parent[place[-1]]
-    else:
-        parent[place[-1]] = value
+    *names, last = place
+    functools.reduce(lambda part, name: part[name], names, record)[last] = value
     return record
-
-
-def value_at(record, place: tuple):
-    return functools.reduce(lambda value, key: value[key], place, record)
 
 
 def save_lines(path, documents) -> str:

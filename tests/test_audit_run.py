@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.artifacts import write_record
 from safetensors.torch import load_file, save_file
 
 import audit
@@ -19,6 +18,7 @@ from audit.training import stage5
 from common.errors import UserError
 from common.method import grouping, masks, released_masks
 from common.method import procrustes as align
+from common.run.artifact import write_record
 from common.training import mask_state
 from models import save_tiny
 from runs import calibrate_arguments, copy_run, expect_error, run
@@ -175,7 +175,7 @@ DAMAGES = {  # -> the rows that it turns off
                       "Eq. 2:|Eq. 18:"),
     "Grams of values": (lambda home: edit(home / "calibration", "value.raw", lambda gram: 1.001 * gram),
                         "Eq. 22 squared: value"),
-    "scores": (lambda home: edit_record(home / "groups.json", score_found=[-1e6] * 3),
+    "scores": (lambda home: edit_record(home / "groups", score_found=[-1e6] * 3),
                "Eq. 24:|Algorithm 2"),
     "a value head": (lambda home: edit(home / "aligned", WEIGHT.format("v"),  # turned, of two coordinates
                                        lambda weight: torch.cat((weight[[1]], -weight[[0]], weight[2:]))),
@@ -254,7 +254,7 @@ def test_a_page_of_another_program_stays(aligned_run, tmp_path, monkeypatch):
         monkeypatch.setattr("sys.argv", ["audit", "--run", str(home)])
         assert audit.main() == 0 and (home / "paper.md").read_text().endswith("\n\n- Eq. 1: none\n")
     (home / "paper.md").write_text("# Notes")
-    with pytest.raises(UserError, match="paper.md already exists"):
+    with pytest.raises(UserError, match="paper.md: expected nothing or an earlier page"):
         audit.main()
 
 
@@ -321,6 +321,6 @@ def test_bad_input_is_one_line(aligned_run, tmp_path, monkeypatch):
         audit.Run(str(home))
     shutil.move(home / "aligned", tmp_path / "aligned")
     expect_error("aligned not found; run 04_align.py", AUDIT, "--run", home)
-    (home / "similarity.safetensors").write_bytes(b"")
-    expect_error("similarity.safetensors: its content does not match", AUDIT, "--run", home)
+    (home / "similarity" / "similarity.safetensors").write_bytes(b"")
+    expect_error("similarity.safetensors is not as it was written", AUDIT, "--run", home)
     assert not (home / "paper.md").exists()

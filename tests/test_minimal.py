@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from common.files import read_json
 from transformers import AutoModelForCausalLM
 
 import minimal
@@ -15,6 +14,7 @@ from audit.training import stage5
 from common.calibration import Calibration
 from common.data.rows import Sample
 from common.method.masks import set_masks
+from common.run.files import read_json
 from common.training import conversion, mask_state, students
 from common.training.engine import Job, Schedule, Step
 from common.training.packing import rows_of_step
@@ -78,7 +78,7 @@ def test_groups_and_alignment_are_as_good_as_the_stages(road):
     """Searches end in local optima: objectives are compared, 1 % apart at most."""
     home, vectors, _, aligned, groups, _ = road
     theirs = AutoModelForCausalLM.from_pretrained(home / "aligned")
-    for index, found in enumerate(read_json(str(home / "groups.json"))["groups"]):
+    for index, found in enumerate(read_json(str(home / "groups"))["groups"]):
         ours = score_of(groups[index], vectors[index][1]), score_of(found, vectors[index][1])
         assert ours[0] == pytest.approx(ours[1], rel=0.01)
         same = sorted(map(sorted, groups[index])) == sorted(map(sorted, found))

@@ -31,7 +31,7 @@ from common.run.files import (
     beside,
     files_in,
     flush,
-    move_aside,
+    free_name,
     read_json,
     remember,
     sha256,
@@ -276,17 +276,23 @@ def take_name(aside: str, path: str) -> None:
     That is removed if it can be made again: it has exactly the files that its record names, as they were
     written, and is no training, teacher or groups. Any other is renamed to NAME.old-N.
     """
-    replaced = None
-    if os.path.lexists(path):
-        record = read_json(os.path.join(path, RECORD))
-        if isinstance(record, dict) and record.get("stage") not in KEPT and is_exact(path, record):
-            replaced = beside(path, REMOVED)
-            os.rename(path, replaced)
-        else:
-            print(f"moved   {path} to {move_aside(path)}", flush=True)
-    os.rename(aside, path)
-    if replaced:
-        shutil.rmtree(replaced)
+    if not os.path.lexists(path):
+        os.rename(aside, path)
+        return
+    record = read_json(os.path.join(path, RECORD))
+    again = isinstance(record, dict) and record.get("stage") not in KEPT and is_exact(path, record)
+    old = beside(path, REMOVED) if again else free_name(path)
+    try:
+        os.rename(path, old)
+        os.rename(aside, path)
+    except BaseException:
+        if not os.path.lexists(path):
+            os.rename(old, path)
+        raise
+    if again:
+        shutil.rmtree(old)
+    else:
+        print(f"moved   {path} to {old}", flush=True)
 
 
 def is_exact(path: str, record: dict) -> bool:

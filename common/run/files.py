@@ -138,9 +138,14 @@ def _if_offered():
             raise
 
 
-def move_aside(path: str, kind: str = "old") -> str:
-    """Rename a path to the first of PATH.KIND-1, PATH.KIND-2, ... that does not exist, and return that."""
+def free_name(path: str, kind: str = "old") -> str:
+    """The first of PATH.KIND-1, PATH.KIND-2, ... that does not exist."""
     names = (f"{path}.{kind}-{number}" for number in itertools.count(1))
-    free = next(name for name in names if not os.path.lexists(name))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def move_aside(path: str, kind: str = "old") -> str:
+    """Rename a path to its free_name and return that."""
+    free = free_name(path, kind)
     os.rename(path, free)
     return free

@@ -59,7 +59,7 @@ fi
 "$PYTHON" 02_similarity.py --run="$RUN" --energy
 baseline() {  # baseline NAME BY FLAGS-OF-STAGE-4...
   local start=$RUN/start-$1
-  "$PYTHON" 03_group.py --run="$start" --similarity="$RUN/similarity.safetensors" \
+  "$PYTHON" 03_group.py --run="$start" --similarity="$RUN/similarity" \
     --kv-heads "$KV_HEADS" --by "$2"
   "$PYTHON" 04_align.py --run="$start" --calibration="$RUN/calibration" "${@:3}"
   dha pretrain --steps "$STEPS" --name "$1" --checkpoint="$start/merged"

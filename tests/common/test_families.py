@@ -309,7 +309,7 @@ def test_whole_run(name, inputs, tmp_path):
         assert cosines["value_after"] > cosines["value_before"]
 
     run("04_align.py", "--run", tmp_path / "refitted", "--calibration", home / "calibration", "--groups",
-        home / "groups.json", "--merge", "closed-form", "--refit", "attention", "--dtype", "float32")
+        home / "groups", "--merge", "closed-form", "--refit", "attention", "--dtype", "float32")
     summary = json.loads((tmp_path / "refitted" / "merged" / "stage.json").read_text())["summary"]
     merged, output, trained = (sum(layer[name] for layer in summary["refit_layers"]) for name in ERRORS)
     assert trained <= (1 if name in FAMILIES else 1 + 1e-6) * output < merged

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common.files import files_in
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from common import files, models
+from common import models
 from common.errors import UserError
 from common.families import geometry, key_context
 from common.layers import Layers
 from common.models import describe, load_config, load_model, load_tokenizer, source_model
+from common.run.files import files_in, read_json
 from common.weights import fingerprint, open_checkpoint, weight_files
 from models import byte_tokenizer, save_tiny, tiny_model
 from torchrun import ROOT
@@ -150,34 +150,6 @@ def test_the_fingerprint_follows_every_file_that_is_read(copy, kind):
         assert fingerprint(str(path)) != before, name
         (path / name).write_bytes(content)
     assert fingerprint(str(path)) == before
-
-
-def test_a_large_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
-    hashed, path, sha256 = [], tmp_path / "weights", files.sha256
-
-    def count() -> int:
-        """How often a file has been hashed, now that its known digest is the true one."""
-        assert files.known_sha256(str(path)) == sha256(path)
-        return len(hashed)
-
-    monkeypatch.setattr(files, "sha256", lambda file: hashed.append(file) or sha256(file))
-    monkeypatch.setattr(files, "LARGE", 1000)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path.write_bytes(b"a" * 1000)
-    now, slack = path.stat().st_ctime_ns, int(10 * files.MTIME_SLACK_NS)
-    for modified, clock in ((now, now), (now - slack, now), (now + slack, now + slack)):
-        os.utime(path, ns=(modified, modified))  # also of a copy, which keeps the time of its content
-        monkeypatch.setattr(files.time, "time_ns", lambda clock=clock: clock)
-        assert count() + 1 == count()  # too young: another change may have the same time
-    monkeypatch.setattr(files.time, "time_ns", lambda: now + 2 * slack)
-    assert (count(), count()) == (7, 7)
-    before = path.stat()
-    path.write_bytes(b"b" * 1000)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if it were unchanged
-    assert (count(), count()) == (8, 8)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")  # where nothing can be written
-    path.write_bytes(b"c" * 1000)
-    assert (count(), count()) == (9, 10)
 
 
 # -- what is refused --
@@ -353,11 +325,11 @@ def test_the_name_of_a_tokenizers_own_code_stays_behind(copy, tmp_path):
     source, target = copy("whole"), tmp_path / "target"
     target.mkdir()
     edit_config(source, "tokenizer_config.json", tokenizer_class="OwnTokenizer", chat_template="é")
-    settings = files.read_json(str(source / "tokenizer_config.json"))
+    settings = read_json(str(source / "tokenizer_config.json"))
     edit_config(source, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
     models.save_tokenizer(str(source), str(target))
     expected = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    assert files.read_json(str(target / "tokenizer_config.json")) == expected
+    assert read_json(str(target / "tokenizer_config.json")) == expected
     shutil.copy(source / "config.json", target)
     for tokenizer in (load_tokenizer(str(source)), load_tokenizer(str(target)),
                       AutoTokenizer.from_pretrained(target)):

@@ -52,14 +52,14 @@ def test_rows_of_a_data_set_arrive_as_they_are_read(data_set):
 def test_a_data_set_is_known_by_its_commit(data_set):
     """A run reads one commit; the next one may find another."""
     sources, second = ["hf:acme/data:text", "generated:hf:acme/data:chats", "generated", None], "b" * 40
-    read = digests_of(sources)
+    read = digests_of(sources, "")
     assert read == dict.fromkeys(("hf:acme/data:text", "hf:acme/data:chats"), "a" * 40)
     assert hub_commits(sources[:3]) == read
     data_set.commit = second
-    assert digests_of(sources) == read and next(read_rows("hf:acme/data:text"))
+    assert digests_of(sources, "") == read and next(read_rows("hf:acme/data:text"))
     assert data_set.revisions == {"a" * 40}
     data_sets.COMMITS.clear()
-    assert {*digests_of(sources).values()} == {second}
+    assert {*digests_of(sources, "").values()} == {second}
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_the_demo_is_made_once(tmp_path, monkeypatch):
     """An interruption leaves nothing."""
 
     def interrupt(data):
-        assert list(tmp_path.glob(".demo.*.unfinished/demo/*"))
+        assert list(tmp_path.glob(".demo.*.unfinished/*"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "DEMO_HOME", str(tmp_path / "demo"))
@@ -54,7 +54,7 @@ def test_whole_demo(tmp_path):
     """`make demo` without its set-up: the teacher learns every task, and alignment beats mean-pooling."""
     done = recipe("demo.sh", RUN=tmp_path / "run")
     assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "run" / "eval.json").read_text())["results"]
+    results = json.loads((tmp_path / "run" / "eval" / "stage.json").read_text())["results"]
     for task in results["teacher"]["tasks"].values():
         assert task["exact_match"] >= task["chance"] + 0.25
     assert results["aligned"]["macro_exact_match"] > results["mean-pool"]["macro_exact_match"]

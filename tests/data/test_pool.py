@@ -12,8 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common.artifacts import read_record
-from common.files import sha256
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
@@ -27,6 +25,7 @@ from common.data.tasks import TASKS, load_task
 from common.data.text import HELDOUT, TRAIN, packed_rows
 from common.errors import UserError
 from common.metrics import CHAT_SET, TEXT_SET, read_metrics
+from common.run.artifact import read_record
 from common.training.checkpoints import saved_checkpoints
 from common.training.conversion import TrainingRun
 from common.training.heldout import heldout_texts, load_heldout
@@ -123,9 +122,6 @@ def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_o
     assert has_tokens(left) and not has_tokens(path)
     assert list(map(tokens_of, load_tokenized(left, 1000, 9)[0])) == list(map(tokens_of, held_out[1::2]))
     assert len(load_tokenized(left, 1000, 1)[0]) == 1
-    Path(left).write_text(Path(left).read_text() + "{}\n")
-    with pytest.raises(UserError, match="heldout_chats.jsonl: expected nothing or what this training holds"):
-        heldout.write_unmeasured(str(home))
     pool = load_pool(sources, origin)
     assert pool.answered == load_chats(path, tokenizer, 256, TRAIN)[0]
     together = [token for source in sources.text for row in packed_rows(source, tokenizer, 10**6, 1, TRAIN)
@@ -170,8 +166,7 @@ def test_tokens_are_those_of_a_data_sets_commit(data_set, inputs, tmp_path, grou
     """They are read again when it has another one; the pool is the same, as its texts are."""
     def found():
         pool = pool_of(tmp_path, inputs["model"], group_of_one, text=[HUB_TEXT], text_tokens=99)
-        path, = (tmp_path / "tokens").glob("*.npy")
-        return path.name, pool.description()
+        return Path(pool.texts.path).parent.name, pool.description()
 
     name, description = found()
     data_set.commit = "b" * 40
@@ -285,10 +280,10 @@ def test_tokens_are_written_once_and_again_when_the_text_changes(inputs, tmp_pat
     shutil.copytree(inputs["model"], model)
 
     def written(*sources) -> tuple:
-        """What the pool has, and the file of its tokens, which is the only one."""
+        """What the pool has, and the file of its tokens."""
         pool = pool_of(tmp_path / "run", model, group_of_one, text=list(map(str, sources)))
-        (path,) = (tmp_path / "run" / "tokens").glob("*.npy")
-        return pool.description()["samples_sha256"], path.name, path.stat().st_mtime_ns
+        path = Path(pool.texts.path)
+        return pool.description()["samples_sha256"], path.parent.name, path.stat().st_mtime_ns
 
     each = [written(text)]
     assert written(text) == each[0]
@@ -301,34 +296,17 @@ def test_tokens_are_written_once_and_again_when_the_text_changes(inputs, tmp_pat
     assert [len(set(values)) for values in zip(*each, strict=True)] == [4, 4, 4]
 
 
-def test_tokens_that_were_changed_are_refused(inputs, tmp_path, group_of_one):
-    """Those without their record are written again."""
-    source, text = (tmp_path, inputs["model"], group_of_one), [inputs["text"]]
-    pool, record = pool_of(*source, text=text), tmp_path / "tokens" / "written.json"
-    path, written, expected = pool.texts.path, record.read_text(), pool.description()
-    tokens = np.load(path)
-    assert json.loads(written) == {
-        "tokens": os.path.basename(path), "sha256": sha256(path), "dtype": "int32", "shape": [len(tokens)],
-        "range": [tokens.min(), tokens.max()]}
-    np.save(path, tokens.reshape(-1, 16))
-    with pytest.raises(UserError, match="expected the tokens in .*written.json, found others; remove"):
-        pool_of(*source, text=text)
-    for left in ("{}", None):  # of another text, or none yet
-        record.unlink() if left is None else record.write_text(left)
-        np.save(path, tokens[:-16])
-        assert pool_of(*source, text=text).description() == expected and record.read_text() == written
-
-
-def test_only_tokens_that_were_written_are_removed(inputs, tmp_path, group_of_one):
-    home = tmp_path / "tokens"
-    home.mkdir()
-    mine = [home / "my.txt", home / f"{'0' * 16}.npy"]
-    for path in mine:
-        shutil.copy(inputs["text"], path)
-    for text in ([str(mine[0])], [str(mine[0]), inputs["text"]]):
-        pool_of(tmp_path, inputs["model"], group_of_one, text=text)
-    assert {path.read_text() for path in mine} == {Path(inputs["text"]).read_text()}
-    assert len(os.listdir(home)) == 4  # these two, the last tokens and their record
+def test_tokens_of_other_commands_stay_and_what_was_cut_is_written_again(inputs, tmp_path, group_of_one):
+    """A training that goes on needs its own."""
+    other = tmp_path / "other.txt"
+    other.write_text("Other text. " * 50)
+    first, second = (pool_of(tmp_path, inputs["model"], group_of_one, text=[str(text)])
+                     for text in (inputs["text"], other))
+    expected, content = first.description(), Path(first.texts.path).read_bytes()
+    assert Path(second.texts.path).exists()
+    Path(first.texts.path).write_bytes(content[:-4])
+    again = pool_of(tmp_path, inputs["model"], group_of_one, text=[inputs["text"]])
+    assert again.description() == expected and Path(again.texts.path).read_bytes() == content
 
 
 def test_ranks_wait_for_the_first_one_to_tokenize(inputs, tmp_path, group_of_one, monkeypatch):
@@ -353,9 +331,8 @@ def test_training_on_text_with_the_source_as_teacher(aligned_run, inputs, tmp_pa
     assert float(left) == pytest.approx(drawn[-1], abs=0.25)
     assert (float(left) > 0) == ("masks had not closed" in done.stdout)
     record = json.loads((home / "train" / "stage.json").read_text())
-    (tokens,) = (home / "tokens").glob("*.npy")
-    assert record["inputs"].keys() == {"aligned", "merged", f"tokens/{tokens.name}"}
-    assert record["inputs"][f"tokens/{tokens.name}"] == sha256(tokens)
+    (tokens,) = (home / "tokens").iterdir()
+    assert record["inputs"].keys() == {"RUN/aligned", "RUN/merged", f"RUN/tokens/{tokens.name}"}
     assert record["summary"]["texts"] > 0
     stop(2, *text_arguments(other, inputs))
     run(STAGE, *text_arguments(other, inputs))

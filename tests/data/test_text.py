@@ -244,7 +244,7 @@ def test_a_part_that_is_too_short_is_one_line(tmp_path, name):
 
 def test_the_last_tenth_of_the_rows_of_tokens_is_held_out(tmp_path):
     path, rows = str(tmp_path / "t.npy"), np.arange(50, dtype="<i4").reshape(25, 2)
-    text.write_array(path, rows)
+    np.save(path, rows)
     for split, expected in ((TRAIN, rows[:23]), (HELDOUT, rows[23:]), (EVALUATION, rows)):
         assert load_tokens(path, byte_tokenizer(), 25, 2, split)[0].tolist() == expected.tolist()
 
@@ -321,7 +321,7 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
     """As many as there are, at most as many as asked for; those that all begin so as they are."""
     path, tokenizer = str(tmp_path / "heldout.npy"), byte_tokenizer()
     rows = np.arange(12, dtype="<i4").reshape(3, 4)
-    text.write_array(path, rows)
+    np.save(path, rows)
     for asked, expected in (((9, 9), rows), ((2, 3), rows[:2, :3])):
         tokens, _ = load_tokens(path, tokenizer, *asked)
         assert tokens.dtype is torch.int64 and tokens.tolist() == expected.tolist()
@@ -330,7 +330,7 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
     tokens, _ = load_tokens(path, tokenizer, 2, 4)
     assert tokens.tolist() == [[begin, 0, 1, 2], [begin, 4, 5, 6]]
     for beginning, expected in (([begin, 3, 4], [begin, 3, 4]), ([7, 3, 4], [begin, 7, 3])):
-        text.write_array(path, np.array([[begin, 1, 2], beginning], "<i4"))
+        np.save(path, np.array([[begin, 1, 2], beginning], "<i4"))
         assert load_tokens(path, tokenizer, 9, 3)[0][1].tolist() == expected
         first, _ = load_tokens(path, tokenizer, 1, 3)  # as all rows together
         assert first.tolist() == [[begin, 1, 2] if beginning[0] == begin else [begin, begin, 1]]

@@ -87,9 +87,9 @@ def evaluated(inputs, tmp_path_factory):
     run("07_eval.py", "--run", home, "--model", f"model={inputs['model']}", "--tasks", inputs["tasks"],
         "--text", "none")
     run(WRITE, "--run", home, "--output", home / "tasks")
-    outcomes = read_rows(home / "eval.jsonl")
+    outcomes = read_rows(home / "eval/eval.jsonl")
     assert len({row["likelihood_choice"] for row in outcomes}) > 1  # not a model that always takes the first
-    imitate(home, json.loads((home / "eval.json").read_text())["results"], outcomes)
+    imitate(home, json.loads((home / "eval/stage.json").read_text())["results"], outcomes)
     return home
 
 
@@ -104,7 +104,7 @@ def test_the_command_writes_the_evaluated_questions(inputs, tmp_path):
     home, tasks = tmp_path / "run", tmp_path / "tasks"
     run("07_eval.py", "--run", home, "--model", f"model={inputs['model']}", "--tasks", inputs["tasks"],
         "--text", "none", "--only", "piqa", "siqa", "--limit", 2, "--seed", 3, "--batch", 5)
-    answered = {(row["task"], row["question"]) for row in read_rows(home / "eval.jsonl")}
+    answered = {(row["task"], row["question"]) for row in read_rows(home / "eval/eval.jsonl")}
     run(WRITE, "--run", home, "--output", tasks)
     written = {(path.stem, row["question"]) for path in tasks.glob("*.jsonl") for row in read_rows(path)}
     assert written == answered and len(written) == 4

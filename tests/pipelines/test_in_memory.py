@@ -5,13 +5,13 @@ import os
 
 import pytest
 import torch
-from common.records import MERGES
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.calibration import Calibration
 from common.errors import UserError
+from common.kinds import MERGES
 from common.proof import require_convertible
 from models import save_tiny, tiny_model
 from pipelines import in_memory

@@ -76,7 +76,7 @@ def test_tables_1_and_2_row_by_row(recorded, tmp_path, name, blocks, options, ep
         by = kind if kind in ("key", "value") else "none"
         steps = epochs_to_steps(budget, 147580, 64), epochs_to_steps(teacher_epochs, 147580, 128)
         expected += [
-            f"03_group.py --run {home} --similarity RUN/similarity.safetensors --kv-heads {kv_heads} "
+            f"03_group.py --run {home} --similarity RUN/similarity --kv-heads {kv_heads} "
             f"--by {by} --criterion {criterion or 'dist'}",
             f"04_align.py --run {home} --calibration RUN/calibration --rotate {criterion or 'none'} "
             "--merge mean",
@@ -118,7 +118,7 @@ def test_options_reach_every_training_and_no_other_stage(recorded, tmp_path, nam
 def test_table_6_transforms_with_grouping_and_without(recorded, tmp_path):
     _, _, *commands, last = shown(recorded("table6.sh", RUN=tmp_path, KV="16 4"), tmp_path)
     assert [command.removesuffix(" --criterion dist") for command in commands[::2]] == [
-        f"03_group.py --run RUN/gqa{kv_heads}-{row} --similarity RUN/similarity.safetensors "
+        f"03_group.py --run RUN/gqa{kv_heads}-{row} --similarity RUN/similarity "
         f"--kv-heads {kv_heads} --by {by}"
         for kv_heads in (16, 4) for row, by in (("grouped", "value"), ("default", "none"))]
     assert all("04_align.py" in command for command in commands[1::2])
@@ -166,8 +166,8 @@ def test_recipes_pass_the_published_budgets(name, epochs, teacher_epochs, record
 
 def finished(run: Path) -> Path:
     """A run directory with what convert.sh shows at its end."""
-    run.mkdir()
-    (run / "eval.md").write_text("table")
+    (run / "eval").mkdir(parents=True)
+    (run / "eval/eval.md").write_text("table")
     return run
 
 
@@ -193,7 +193,7 @@ def test_convert_takes_the_recommended_road(recorded, tmp_path):
         "01_calibrate.py --run RUN '--model=a model.gguf' --text c4 --chat generated --sequences 128 "
         "--length 128",
         "02_similarity.py --run RUN --energy",
-        "03_group.py --run RUN --similarity RUN/similarity.safetensors --by energy --kv-heads 2",
+        "03_group.py --run RUN --similarity RUN/similarity --by energy --kv-heads 2",
         "04_align.py --run RUN --calibration RUN/calibration --merge closed-form --refit attention",
         f"{LAUNCHER.format(3)} 05_prune_train.py {training}",
         "06_export.py --run RUN --update --cache-basis rotated",
@@ -228,7 +228,7 @@ def test_a_conversion_takes_the_calibration_of_another(recorded, tmp_path):
     commands = recorded("convert.sh", FROM=other, RUN=finished(tmp_path / "run"), **CONVERTED)
     *_, grouping, merge, _, _, _, _ = commands
     assert not of_stage("01_calibrate.py", commands) and not of_stage("02_similarity.py", commands)
-    assert after("--similarity", grouping) == f"{other}/similarity.safetensors"
+    assert after("--similarity", grouping) == f"{other}/similarity"
     assert after("--calibration", merge) == after("--calibration", commands[-3]) == f"{other}/calibration"
 
 
@@ -263,7 +263,7 @@ def test_a_choice_makes_every_number_from_one_calibration(recorded, tmp_path):
     _, _, calibration, *others = shown(recorded("convert.sh", RUN=run, **settings), run)
     others = [line for line in others if not line.startswith("-c ")]
     assert calibration.startswith("01_calibrate.py --run RUN ")
-    grouping = "--similarity RUN/similarity.safetensors --by energy --kv-heads"
+    grouping = "--similarity RUN/similarity --by energy --kv-heads"
     merge = "--calibration RUN/calibration --merge closed-form --refit output"
     assert others == ["02_similarity.py --run RUN --energy",
                       *(f"03_group.py --run RUN/kv{heads} {grouping} {heads}" for heads in (16, 8, 4)),
@@ -285,12 +285,12 @@ def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
                 "SEQUENCES": 8, "LENGTH": 64}
     done = recipe("convert.sh", PLAN="choose", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    results, made = json.loads((run / "choose/eval.json").read_text())["results"], times(run)
+    results, made = json.loads((run / "choose/eval/stage.json").read_text())["results"], times(run)
     assert [(name, metrics["kv_heads"]) for name, metrics in results.items()] == [
         ("source", 4), ("kv2", 2), ("kv1", 1)]
     assert 0 < results["kv2"]["kl"] < results["kv1"]["kl"]
     assert all(metrics["perplexity_tokens"] == 16 * 63 for metrics in results.values())
-    assert (run / "choose/frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "choose/eval/frontier.png").read_bytes().startswith(b"\x89PNG")
     again = recipe("convert.sh", PLAN="choose", **settings)
     assert again.stdout.count(": complete") == 7 and times(run) == made
     planned = recipe("convert.sh", PLAN="1xCPU", KV_HEADS=2, **settings)
@@ -305,7 +305,7 @@ def test_convert_end_to_end_makes_nothing_again_and_answers_other_prompts_with_t
                 "SEQUENCES": 8, "LENGTH": 64, "TOKENS": 6000}
     done = recipe("convert.sh", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    table = (run / "eval.md").read_text()
+    table = (run / "eval/eval.md").read_text()
     assert "| gqa              | q4_0 " in table and "What is the capital" in table
     assert done.stdout.endswith(table)
     made = times(run)
@@ -325,16 +325,16 @@ def test_table1_end_to_end(tmp_path):
     assert not (run / "teacher").exists()
     done = recipe("table1.sh", **small)
     assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((run / "eval.json").read_text())["results"]
+    results = json.loads((run / "eval" / "stage.json").read_text())["results"]
     assert list(results) == ["teacher", *(f"gqa8-{row}" for row in ROWS)]
-    groups = {row: json.loads((run / f"gqa8-{row}" / "groups.json").read_text())["groups"] for row in ROWS}
+    groups = {row: json.loads((run / f"gqa8-{row}" / "groups").read_text())["groups"] for row in ROWS}
     for figures in list(results.values())[1:]:
         assert figures["kv_heads"] == 2 and set(figures["tasks"]) == set(TASKS)
     assert groups["default-cos"] == groups["default-dist"] == groups["baseline"] != groups["key-cos"]
-    before = (run / "eval.json").read_bytes()
+    before = (run / "eval" / "stage.json").read_bytes()
     again = recipe("table1.sh", **small)  # everything exists: the table is shown again, nothing is made
     assert again.returncode == 0 and "| gqa8-baseline" in again.stdout
-    assert (run / "eval.json").read_bytes() == before
+    assert (run / "eval" / "stage.json").read_bytes() == before
 
 
 @pytest.mark.release
@@ -343,5 +343,5 @@ def test_recipe_end_to_end(name, kv_heads, tmp_path):
     run = tmp_path / "it's a run"
     done = recipe(name, SMALL=1, SMALL_STEPS=10, SMALL_TEACHER_STEPS=5, LIMIT=5, RUN=run)
     assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((run / "eval.json").read_text())["results"]
+    results = json.loads((run / "eval" / "stage.json").read_text())["results"]
     assert list(results) == ["teacher", "merged", "gqa"] and results["gqa"]["kv_heads"] == kv_heads

@@ -1,6 +1,5 @@
 """pipelines/published.py: docs/paper.md is what it writes, commands make their rows, ours come from runs."""
 
-import json
 import os
 import re
 import subprocess
@@ -8,6 +7,7 @@ import subprocess
 import pytest
 
 from common.data.tasks import TASKS
+from common.run.files import write_json
 from common.training.engine import epochs_to_steps
 from pipelines import published
 from runs import run, valid_record
@@ -70,14 +70,13 @@ def test_the_stages_accept_the_commands_of_the_page():
 
 
 def save(home, shape: dict, scores: dict, names: list[str]) -> str:
-    """RUN/eval.json of a model of this shape, where each checkpoint has the same scores of every task."""
-    home.mkdir(parents=True)
+    """RUN/eval/ of a model of this shape, where each checkpoint has the same scores of every task."""
     record = valid_record("07_eval.py")
     record["model"] = record["model"] | shape
     result = {"path": "x", "heads": 16, "kv_heads": 8, "tasks": {task: scores for task in TASKS},
               "micro_exact_match": 0.6, "micro_exact_match_stderr": 0.0125}
     record["results"] = {name: result for name in names}
-    (home / "eval.json").write_text(json.dumps(record))
+    write_json(str(home / "eval" / "stage.json"), record)
     return str(home)
 
 

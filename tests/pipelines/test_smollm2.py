@@ -55,7 +55,7 @@ def test_pipeline_on_a_tiny_model(tmp_path):
     assert {figures["kv_heads"] for figures in results.values()} == {8, 4}
     made = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}  # locks touch others
     again = recipe("smollm2.sh", **settings)  # everything exists: the table is shown again
-    texts = [(run / name).read_text() for name in ("starts.md", "attention-refit/eval.md")]
+    texts = [(run / name).read_text() for name in ("starts.md", "attention-refit/eval/eval.md")]
     assert again.returncode == 0 and again.stdout.endswith("".join(texts))
     assert all(line in texts[1] for line in (ROOT / "pipelines" / "prompts.txt").read_text().splitlines())
     assert made == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}

@@ -7,16 +7,16 @@ import shlex
 from xml.etree import ElementTree
 
 import pytest
-from common.files import write_json
 
 from common.errors import UserError
 from common.reporting import report
 from common.reporting.tables import cell, flatten, label
+from common.run.files import write_json
 from runs import flags, valid_record
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJ"
                          "RU5ErkJggg==")
-ARTIFACTS = {part.record: part.stage for part in report.PARTS}
+ARTIFACTS = {f"{part.name}/stage.json": part.stage for part in report.PARTS}
 
 
 def results(name: str, exact: float, kv_heads: int) -> dict:
@@ -35,7 +35,7 @@ def record(artifact: str, run: str = "runs/x", **arguments) -> dict:
     made["arguments"] |= {"run": run} | arguments
     made["model"]["name"], made["commit"] = "<b>toy</b>", "ef" * 20
     made["summary"]["new"] = {"figure": 0.1234, "none": None, "text": f"<script>{artifact}</script>"}
-    if artifact == "eval.json":
+    if artifact == "eval/stage.json":
         made["results"] = results("teacher", 0.9876, 4) | results("g<q>a", 0.8764, 2)
         made["prompts"] = ["What?", "Why?"]
     return made
@@ -60,8 +60,8 @@ def whole(tmp_path):
     for artifact in ARTIFACTS:
         save(run, artifact)
     save_metrics(run, 5)
-    for picture in ("similarity.png", "pairs.png", "groups.png", "train/curves.png"):
-        (run / picture).write_bytes(PIXEL)
+    for name in ("similarity/similarity", "similarity/pairs", "groups/groups", "train/curves"):
+        (run / f"{name}.png").write_bytes(PIXEL)
     return run
 
 
@@ -97,8 +97,8 @@ def test_every_figure_of_every_stage_is_there(whole):
     assert "<b>toy</b>: 4 → 2 key/value heads" in page.text and "50.0% of the bytes" in page.text
     shares = ["98.8\u00a0±\u00a01.2%", "87.6\u00a0±\u00a01.2%"]
     for row in (
-        ["commit", "ef" * 6], ["sha256 of calibration", "ab" * 6],
-        ["sha256 of gqa/model.safetensors", "ab" * 6], ["torch", "2"], ["date", "2026-01-02T03:04:05+00:00"],
+        ["commit", "ef" * 6], ["sha256 of RUN/calibration", "ab" * 6],
+        ["sha256 of gqa/a", "ab" * 6], ["torch", "2"], ["date", "2026-01-02T03:04:05+00:00"],
         # scores by task and checkpoint, and what no other table shows
         ["", "questions", "chance", "teacher", "g<q>a"],
         ["piqa", "8", "50.0%", "98.8\u00a0±\u00a02.3%", "87.6\u00a0±\u00a02.3%"],
@@ -127,15 +127,15 @@ def test_the_headline_says_what_the_conversion_cost(tmp_path):
     assert "held-out loss 2.5 → 2.75 " in read(tmp_path).text
     measured = results("other", 0.1, 2) | results("teacher", 0.9876, 4) | results("gqa", 0.8764, 2)
     measured["gqa"] |= {"path": str(tmp_path / "gqa"), "perplexity": 8.25}
-    evaluation = record("eval.json", str(tmp_path)) | {"results": measured}
-    write_json(str(tmp_path / "eval.json"), evaluation)
+    evaluation = record("eval/stage.json", str(tmp_path)) | {"results": measured}
+    write_json(str(tmp_path / "eval/stage.json"), evaluation)
     headline = "exact match 98.8 ± 1.2% → 87.6 ± 1.2%, perplexity 7.5 → 8.25 "
     assert headline in read(tmp_path).text
     measured["gqa"] |= {"chat_kl": 0.5, "chat_kl_stderr": 0.125}
-    write_json(str(tmp_path / "eval.json"), evaluation)
+    write_json(str(tmp_path / "eval/stage.json"), evaluation)
     assert f"KL on answers of chats 0.5 ± 0.125, {headline}" in read(tmp_path).text
     del measured["gqa"]
-    write_json(str(tmp_path / "eval.json"), evaluation)
+    write_json(str(tmp_path / "eval/stage.json"), evaluation)
     assert "exact match 9" not in read(tmp_path).text
 
 
@@ -167,7 +167,7 @@ def test_a_run_has_sections_of_its_records_alone(tmp_path):
     with pytest.raises(UserError, match="expected a run directory with artifacts, found none"):
         report.write(str(tmp_path))
     assert not (tmp_path / "report.html").exists()
-    save(tmp_path, "groups.json")
+    save(tmp_path, "groups/stage.json")
     page = read(tmp_path)
     assert page.ids == ["groups"] and "groups.png is missing" in page.text
 

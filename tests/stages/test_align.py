@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common.artifacts import read_record
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +22,7 @@ from common.method.procrustes import align_keys, align_layer, align_values, with
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, key_gram, to_unit
 from common.proof import attach_pairs
+from common.run.artifact import read_record
 from models import save_tiny, tiny_model
 from reference import correlated, merge_model, value_gram
 from runs import calibrated_layer, checkpoint_digests, copy_run, expect_error, run
@@ -113,9 +113,10 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
 ):
     """From the artifacts alone: the source's weights fused with align_layer's rotations, then merged."""
     home = copy_run(aligned_run, tmp_path / "run")
-    record = read_record(str(home / "groups.json"), "03_group.py")
+    path = home / "groups" / "stage.json"
+    record = json.loads(path.read_text())
     record["summary"] |= {"by": "key", "criterion": criterion}
-    (home / "groups.json").write_text(json.dumps(record))
+    path.write_text(json.dumps(record))
     run("04_align.py", "--run", home, "--force", "--rotate", criterion, *flags)
     groups = torch.tensor(record["groups"])
     source, merges, lost = AutoModelForCausalLM.from_pretrained(record["model"]["path"]), [], []
@@ -194,7 +195,7 @@ def test_the_refit_reads_what_the_calibration_did_or_an_even_part_of_it(
     monkeypatch.setattr(sys, "argv", ["04_align", "--run", str(aligned_run), *closed_form, *asked])
     monkeypatch.setattr(stage4, "Refit", lambda model, **given: given)
     args, tokens = stage4.parse(), Calibration(str(aligned_run / "calibration")).tokens()
-    inputs = stage4.read_inputs(args, f"{aligned_run}/calibration", f"{aligned_run}/groups.json")
+    inputs = stage4.read_inputs(args, f"{aligned_run}/calibration", f"{aligned_run}/groups")
     read = SimpleNamespace(model=None, embed=lambda batches, directory: torch.cat(batches))
     given = stage4.start_refit(args, read, inputs)
     assert torch.equal(given["targets"], tokens[expected]) and torch.equal(given["inputs"], tokens[expected])
@@ -305,5 +306,5 @@ def test_a_source_in_the_place_of_the_outputs_is_refused(aligned_run, inputs, tm
     run("03_group.py", "--run", other, "--kv-heads", 1)
     before = checkpoint_digests(home)
     expect_error("expected another directory than that of the source model", "04_align.py", "--run", home,
-                 "--calibration", other / "calibration", "--groups", other / "groups.json", "--force")
+                 "--calibration", other / "calibration", "--groups", other / "groups", "--force")
     assert checkpoint_digests(home) == before

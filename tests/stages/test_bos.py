@@ -157,7 +157,7 @@ def test_training_begins_so_and_goes_on_only_so(home, aligned, inputs, tmp_path)
     for name, flag in (("by-default", []), ("without", ["--no-bos"])):
         run("07_eval.py", "--run", tmp_path / name, "--model", home / "model", "--tasks", "none", "--text",
             out / "train" / "heldout.npy", "--length", LENGTH, *flag)
-        result = read(tmp_path / name / "eval.json")["results"]["model"]
+        result = read(tmp_path / name / "eval/stage.json")["results"]["model"]
         perplexities.append(result["perplexity"])
         assert result["perplexity_tokens"] == rows.size - len(rows)
     assert perplexities[0] == perplexities[1]
@@ -171,7 +171,7 @@ def test_evaluation_begins_text_and_prompts_with_it(home, inputs):
     results = {}
     for name, flag in ROADS:
         run("07_eval.py", "--run", out / name, *shared, "--text", home / f"{name}.jsonl", *flag)
-        results[name] = read(out / name / "eval.json")
+        results[name] = read(out / name / "eval/stage.json")
     perplexities = [written["results"]["model"]["perplexity"] for written in results.values()]
     assert perplexities[0] == perplexities[1]
     assert [written["begin_of_sequence"] for written in results.values()] == [True, False]
@@ -184,7 +184,7 @@ def test_evaluation_begins_text_and_prompts_with_it(home, inputs):
         tokenizer = load_tokenizer(home / "model", bos)
         samples = [choice_samples(example, tokenizer) for example in examples]
         expected = evaluate.choice_likelihoods(model, samples, 64, tqdm(disable=True))
-        outcomes = [json.loads(line) for line in (out / name / "eval.jsonl").read_text().splitlines()]
+        outcomes = [json.loads(line) for line in (out / name / "eval/eval.jsonl").read_text().splitlines()]
         assert [outcome["likelihood_scores"] for outcome in outcomes] == expected
 
 

@@ -35,7 +35,7 @@ def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs
               (("merged", "merged"), ("plain", "gqa-plain"), ("gqa", "gqa"))]
     arguments = [*evaluate_arguments(inputs | {"tasks": "none"}), "--cache", "q8_0", "q8_0/q4_0", "q4_0"]
     run("07_eval.py", "--run", wide_run, "--model", *models, *arguments)
-    results = read(wide_run / "eval.json")["results"]
+    results = read(wide_run / "eval/stage.json")["results"]
     assert results["gqa"]["kl"] < 1e-6 and results["plain"]["kl"] == 0
     merged, plain, ours = (results[name]["caches"] for name in ("merged", "plain", "gqa"))
     assert merged == plain
@@ -56,7 +56,7 @@ def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs
 def test_numbers_of_heads_are_compared_on_text_that_the_calibration_has_not_read(wide_run, inputs, tmp_path):
     """By 04_align.py's own figures of the same tokens."""
     for name in ("kv2", "kv1"):
-        run("03_group.py", "--run", tmp_path / name, "--similarity", wide_run / "similarity.safetensors",
+        run("03_group.py", "--run", tmp_path / name, "--similarity", wide_run / "similarity",
             "--kv-heads", name[2:])
         run("04_align.py", "--run", tmp_path / name, "--calibration", wide_run / "calibration")
     models = [f"source={wide_run.parent / 'model'}", *(f"{name}={tmp_path / name}/merged"
@@ -65,13 +65,13 @@ def test_numbers_of_heads_are_compared_on_text_that_the_calibration_has_not_read
                "--sequences", 4, "--cache", "q4_0", "--model", *models]
     done = run(*command)
     assert done.stdout.count("text.txt: ") == 1  # read once
-    results = read(tmp_path / "eval.json")["results"]
+    results = read(tmp_path / "eval/stage.json")["results"]
     for name, metrics in list(results.items())[1:]:
         summary = read(tmp_path / name / "merged/stage.json")["summary"]
         assert metrics["kl"] == pytest.approx(summary["kl_merged"], rel=1e-4)
         assert metrics["perplexity"] == pytest.approx(summary["perplexity_merged"], rel=1e-5)
         assert metrics["caches"]["f16"]["pairs"]["kl"] == pytest.approx(metrics["kl"], rel=1e-2)
-    assert (tmp_path / "frontier.png").exists()
+    assert (tmp_path / "eval/frontier.png").exists()
     run("pipelines/report.py", "--run", tmp_path)
     assert 'alt="frontier.png"' in (tmp_path / "report.html").read_text()
     expect_error("--bos, --no-bos: expected none with --text", *command, "--update", "--bos")
@@ -86,4 +86,4 @@ def test_heads_without_blocks_keep_their_basis(aligned_run, inputs, tmp_path):
     done = run("07_eval.py", "--run", tmp_path, "--model", aligned_run / "merged",
                *evaluate_arguments(inputs | {"tasks": "none"}), "--cache", "q4_0")
     assert "merged have no blocks of 32 channels; f16 alone is measured" in done.stdout
-    assert [*read(tmp_path / "eval.json")["results"]["merged"]["caches"]] == ["f16"]
+    assert [*read(tmp_path / "eval/stage.json")["results"]["merged"]["caches"]] == ["f16"]

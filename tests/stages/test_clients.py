@@ -43,7 +43,7 @@ def test_stage_7_evaluates_what_the_neighbouring_systems_write(inputs, tmp_path)
     run("07_eval.py", "--run", tmp_path, "--model", tmp_path / "dha", tmp_path / "skipless",
         "--register", "related.dha.modeling", "related.skipless.modeling",
         "--tasks", inputs["tasks"], "--only", "piqa", "--text", "none")
-    results = json.loads((tmp_path / "eval.json").read_text())["results"]
+    results = json.loads((tmp_path / "eval/stage.json").read_text())["results"]
     # layers, key and value heads, head_dim, bytes of a float32
     assert results["dha"]["cache_bytes_per_token"] == 3 * (2 + 3) * 8 * 4
     assert results["skipless"]["cache_bytes_per_token"] == 3 * 2 * 8 * 6 * 4

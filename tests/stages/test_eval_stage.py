@@ -28,11 +28,11 @@ stage7 = importlib.import_module("07_eval")
 
 
 def results_of(home) -> dict[str, dict]:
-    return json.loads((home / "eval.json").read_text())["results"]
+    return json.loads((home / "eval" / "stage.json").read_text())["results"]
 
 
 def read_outcomes(home) -> list[dict]:
-    return [json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (home / "eval/eval.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,8 @@ def evaluation(inputs, tmp_path_factory):
 
 def test_metrics_follow_from_the_answers_and_are_put_into_the_card(evaluation, inputs):
     home, _, output = evaluation
-    written, outcomes = json.loads((home / "run" / "eval.json").read_text()), read_outcomes(home / "run")
+    written = json.loads((home / "run/eval/stage.json").read_text())
+    outcomes = read_outcomes(home / "run")
     assert written["begin_of_sequence"] is False and len(outcomes) == 2 * 8 * 3
     assert (written["device"], written["model"]["path"]) == ("cpu", f"{home}/first")  # the reference
     for model, figures in written["results"].items():
@@ -133,7 +134,7 @@ def test_layer_by_layer_memory_is_that_of_a_layer(inputs, tmp_path):
     home, text = tmp_path / "run", ["--text", inputs["text"], "--length", 64, "--sequences", 4]
     run("07_eval.py", "--run", home, "--model", tmp_path / "model", *text, "--layerwise", fresh=True)
     weights = 2 * sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")) / 2**30
-    peak = json.loads((home / "eval.json").read_text())["summary"]["peak_memory_gib"]
+    peak = json.loads((home / "eval" / "stage.json").read_text())["summary"]["peak_memory_gib"]
     assert weights > 1.5 and peak < weights / 2, (peak, weights)
 
 
@@ -197,7 +198,7 @@ def test_without_tasks_there_are_text_answers_and_speed(evaluation, inputs, tmp_
     third = ["--model", f"a={home}/first", f"b={home}/run/second", f"again={home}/first"]
     arguments = [*arguments, "--run", tmp_path, "--tasks", "none", "--prompts", prompts, *third]
     run("07_eval.py", *arguments)
-    written = json.loads((tmp_path / "eval.json").read_text())
+    written = json.loads((tmp_path / "eval" / "stage.json").read_text())
     results = written["results"]
     assert written["prompts"] == asked
     assert [len(results[name]["answers"]) for name in ("a", "b")] == [2, 2]
@@ -266,7 +267,7 @@ def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, check
         content = path.read_bytes()
         path.write_bytes(content + b"\n")
         name = "model" if path.parent == checkpoint else path.name
-        expect_error(f"eval.json already exists, made from another {name}", "07_eval.py", *arguments)
+        expect_error(f"eval already exists, made from another {name}", "07_eval.py", *arguments)
         path.write_bytes(content)
 
 
@@ -290,7 +291,7 @@ def test_only_checkpoints_of_one_tokenizer_are_compared(inputs, tmp_path, flags)
     assert (compared, cached) == (([], []) if flags == ["--layerwise"] else (["b"], ["a", "b"]))
     assert results["other"]["perplexity"] == results["a"]["perplexity"]
     rows = tmp_path / "rows.npy"
-    text.write_array(str(rows), numpy.arange(64, dtype="<i4").reshape(2, 32))
+    numpy.save(str(rows), numpy.arange(64, dtype="<i4").reshape(2, 32))
     message = f"{rows}: expected checkpoints with one tokenizer, as it has tokens, found those of "
     expect_error(message, "07_eval.py", "--run", tmp_path / "tokens", *models, *words, "--text", rows)
 
@@ -344,7 +345,7 @@ def test_tokens_and_prompts_that_the_model_cannot_take_are_refused(inputs, tmp_p
     args = argparse.Namespace(layerwise=False, cache=None, length=2, sequences=1, bos=None, chat=None,
                               prompts="p.txt")
     for token, prompt in ((259, "x" * 192), (260, ""), (259, "x" * 193)):
-        text.write_array(f"{tmp_path}/tokens.npy", numpy.array([[1, token]], text.TOKEN))
+        numpy.save(f"{tmp_path}/tokens.npy", numpy.array([[1, token]], text.TOKEN))
         message = f"expected tokens below 260, the vocabulary of {inputs['model']}, found 260"
         if token < 260:
             message = "--prompts p.txt: expected at most 192 tokens, for an answer of 64 .*, found 193"

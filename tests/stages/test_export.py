@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from common.artifacts import digest, write_record
-from common.files import sha256
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from common.layers import Layers
+from common.run.artifact import digest, write_record
 from common.training import checkpoints
-from common.training.checkpoints import DIGESTS, TrainedWeights, saved_checkpoints, step_of
+from common.training.checkpoints import TrainedWeights, saved_checkpoints, step_of
 from models import byte_tokenizer
 from runs import copy_run, expect_error, run
 
@@ -114,17 +113,15 @@ def test_what_is_beside_the_weights_is_the_sources(finished_run, inputs, name, k
 @pytest.mark.parametrize("name, expected", [("org/Model-7b", "org/Model-7b"), ("/home/me/Model", "Model")])
 def test_a_hub_name_is_no_path(name, expected):
     stage = importlib.import_module("06_export")
-    record = {"model": {"name": name, "path": "/cache/snapshots/abc"}, "arguments": {"run": "runs/x"},
-              "directory": "/home/me/runs/x"}
+    record = {"model": {"name": name, "path": "/cache/snapshots/abc"}, "arguments": {"run": "runs/x"}}
     assert stage.without_paths(record) == {"model": {"name": expected, "path": "abc"},
-                                           "arguments": {"run": "x"}, "directory": "x"}
+                                           "arguments": {"run": "x"}}
 
 
-def test_the_best_checkpoint_is_exported(finished_run, tmp_path, monkeypatch):
+def test_the_best_checkpoint_is_exported(finished_run, tmp_path):
     """By the held-out KL in metrics.jsonl; the last one where nothing was measured, and after tasks."""
     home, stage = copy_run(finished_run, tmp_path / "run"), importlib.import_module("06_export")
     training = str(home / "train")
-    monkeypatch.setattr(checkpoints, "origin", lambda path: {})  # other metrics than it was saved with
     saved = [step_of(path) for path in saved_checkpoints(training)]
     assert len(saved) >= 2
     for measured, expected in (({}, saved[-1]), ({saved[0]: 0.1, saved[-1]: 0.2}, saved[0])):
@@ -177,9 +174,7 @@ def untrained_run(finished_run, home, config, kv_heads: int):
     step.mkdir()
     save_file(state, step / "shard-00001.safetensors")
     (home / "train" / checkpoints.SETTINGS).write_text("{}")
-    (step / checkpoints.ORIGIN).write_text(json.dumps(checkpoints.origin(str(step))))
-    recorded = {path.name: sha256(str(path)) for path in step.iterdir()}
-    (step / DIGESTS).write_text(json.dumps(recorded))
+    write_record(str(step), {})
     records["train"]["inputs"] = {"aligned": digest(str(home / "aligned"))}
     write_record(str(home / "train"), records["train"])
     return home

@@ -152,18 +152,18 @@ def test_grams_are_exact_sums_of_the_vectors_in_any_dtype(dtype):
 
 def test_similarities_and_groups_are_those_of_the_cpu(calibrated):
     _, expected, home = calibrated
-    actual, similarity = (load_file(path / "similarity.safetensors") for path in (home, expected))
+    actual, similarity = (load_file(path / "similarity/similarity.safetensors") for path in (home, expected))
     assert actual.keys() == similarity.keys() and "energy" in actual
     for name, tensor in similarity.items():
         assert_near(actual[name], tensor, 1e-5)
-    assert read(home / "groups.json")["groups"] == read(expected / "groups.json")["groups"]
+    assert read(home / "groups/stage.json")["groups"] == read(expected / "groups/stage.json")["groups"]
 
 
 @pytest.mark.parametrize("criterion", ["cos", "dist"])
 def test_rotations_of_the_same_grams_are_those_of_the_cpu(calibrated, criterion):
     """The first head of a group keeps its coordinates, which leaves no other freedom."""
     _, home, _ = calibrated
-    record = read(home / "groups.json")
+    record = read(home / "groups/stage.json")
     for index in LAYERS:
         found, groups = [], torch.tensor(record["groups"][index])
         for device in ("cpu", DEVICE):
@@ -191,7 +191,7 @@ REFIT = ("--merge", "closed-form", "--refit", "attention")
 def aligned_on(device: str, calibrated: tuple, home, *flags) -> dict:
     """Stage 4 on a device, from the CPU's calibration and groups. Returns its summary."""
     run("04_align.py", "--run", home, "--calibration", calibrated[1] / "calibration",
-        "--groups", calibrated[1] / "groups.json", "--device", device, *flags)
+        "--groups", calibrated[1] / "groups", "--device", device, *flags)
     return read(home / "merged" / "stage.json")["summary"]
 
 
@@ -491,8 +491,8 @@ def test_the_export_of_a_run_is_evaluated_as_on_the_cpu(taught, inputs, tmp_path
     for device in ("cpu", DEVICE):
         run("07_eval.py", "--run", home, *evaluate_arguments(inputs), "--device", device, "--force",
             "--dtype", "float32")
-        results.append(read(home / "eval.json")["results"])
-        outcomes.append([json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()])
+        results.append(read(home / "eval/stage.json")["results"])
+        outcomes.append([json.loads(line) for line in (home / "eval/eval.jsonl").read_text().splitlines()])
     for name, expected in results[0].items():
         actual = results[1][name]
         assert actual["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
@@ -510,7 +510,7 @@ def test_perplexity_layer_by_layer_and_in_bfloat16(inputs, tmp_path, flags, clos
     for device, chosen in (("cpu", ["--layerwise", "--tasks", "none"]), (DEVICE, flags)):
         run("07_eval.py", "--run", tmp_path, "--model", inputs["model"], *evaluate_arguments(inputs), *chosen,
             "--device", device, "--force")
-        losses.append(math.log(read(tmp_path / "eval.json")["results"]["model"]["perplexity"]))
+        losses.append(math.log(read(tmp_path / "eval/stage.json")["results"]["model"]["perplexity"]))
     assert losses[1] == pytest.approx(losses[0], rel=close)
 
 
@@ -521,6 +521,6 @@ def test_a_model_spread_over_gpus_has_the_same_metrics(inputs, tmp_path, monkeyp
         monkeypatch.setattr(models, "WEIGHT_SHARE", share)
         run("07_eval.py", "--run", tmp_path, "--model", inputs["model"], *evaluate_arguments(inputs),
             "--device", "cuda", "--force")
-        results.append(read(tmp_path / "eval.json")["results"]["model"])
+        results.append(read(tmp_path / "eval/stage.json")["results"]["model"])
     assert results[1]["perplexity"] == pytest.approx(results[0]["perplexity"], rel=1e-4)
     assert results[1]["cache_bytes_per_token"] == results[0]["cache_bytes_per_token"]

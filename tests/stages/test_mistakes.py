@@ -10,7 +10,7 @@ import pytest
 
 from runs import STAGES, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, expect_error
 
-NOT_RECORDED = "its content does not match its record"
+NOT_RECORDED = "is not as it was written (truncated or modified)"
 LAYER = "calibration/layer-00001.safetensors"
 
 
@@ -80,31 +80,39 @@ def of_another_model(content: bytes) -> bytes:
     return json.dumps(record).encode()
 
 
+def ungrouped(content: bytes) -> bytes:
+    """Groups that were edited: one head is in two of them."""
+    record = json.loads(content)
+    record["groups"][0][0] = record["groups"][0][1]
+    return json.dumps(record).encode()
+
+
 def of_another_time(content: bytes) -> bytes:
     return json.dumps(json.loads(content) | {"seconds": 1.5}).encode()
 
 
 @pytest.mark.parametrize(("command", "file", "damage", "message"), [
     ("02 --force", LAYER, cut, NOT_RECORDED),
-    ("02 --force", LAYER, None, "expected the file written by 01_calibrate.py, found none"),
-    ("03 --force", "similarity.safetensors", flip, NOT_RECORDED),
-    ("04 --force", "groups.json", b"\xff", "groups.json: expected the record of 03_group.py"),
-    ("04 --force", "groups.json", of_another_model, "expected an artifact of model"),
-    ("04 --force", "calibration/stage.json", longer, "groups.json: expected groups of heads in "),
+    ("02 --force", LAYER, None, "is missing; run 01_calibrate.py again with --force"),
+    ("03 --force", "similarity/similarity.safetensors", flip, NOT_RECORDED),
+    ("04 --force", "groups/stage.json", b"\xff", "groups/stage.json: expected the record of 03_group.py"),
+    ("04 --force", "groups/stage.json", of_another_model, "expected an artifact of model"),
+    ("04 --force", "groups/stage.json", ungrouped, "groups[0]: expected 2 equal groups of heads, each of"),
+    ("04 --force", "calibration/stage.json", longer, "groups: expected groups of heads in "),
     ("05", "merged", None, "merged not found; run 04_align.py first"),
     ("05", "aligned/model.safetensors", flip, NOT_RECORDED),
     ("05 --force", "aligned/stage.json", of_another_time, "expected the artifact that 04_align.py read"),
     ("05", "teacher/model.safetensors", flip, NOT_RECORDED),
     ("05", "train", b"mine", "train: expected nothing or a directory, found a file"),
-    ("05", "train/metrics.jsonl", longer, "metrics.jsonl: its content does not match its record"),
+    ("05", "train/metrics.jsonl", longer, NOT_RECORDED),
     ("06 --force", "train", None, "train not found; run 05_prune_train.py first"),
     ("06 --force", "aligned/stage.json", of_another_time, "aligned: expected the artifact that"),
     ("06 --force", "train/stage.json", "teacher/stage.json", "expected a trained student, found a teacher"),
-    ("06 --force", "train/step-00000010/shard-00001-model-00002-of-00004.safetensors", flip, NOT_RECORDED),
-    ("07", "gqa", None, "eval.json already exists, made from gqa, which is gone; pass --force"),
+    ("06 --force", "train/step-00000010/shard-00001-model-00002-of-00004.safetensors", cut, NOT_RECORDED),
+    ("07", "gqa", None, "eval already exists, made from gqa, which is gone; pass --force"),
     ("07 --force", "merged/model.safetensors", flip, NOT_RECORDED),
     ("07 --force", "merged/other.safetensors", b"", "found also other.safetensors; remove it"),
-    ("07 --force", "eval.json", None, "eval.jsonl: expected nothing or what 07_eval.py wrote, found a file"),
+    ("07 --force", "eval/stage.json", None, "eval: expected nothing or what 07_eval.py wrote, found someth"),
 ])
 def test_inputs_that_are_missing_damaged_or_exchanged_are_refused(
     home, inputs, tmp_path, command, file, damage, message

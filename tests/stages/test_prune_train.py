@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import filelock
 import pytest
 import torch
-from common.artifacts import write_record
 from safetensors.torch import load_file, save_file
 
 from common.cli import run_stage
 from common.data import pool
 from common.data.pool import Sources, load_tasks
 from common.models import load_model, load_tokenizer
+from common.run.artifact import write_record
 from common.training import checkpoints, sharding
 from common.training import plan as budget
 from common.training.engine import STOPPED
@@ -132,9 +132,9 @@ def test_open_masks_are_told_whichever_call_removed_them(aligned_run, finished_r
     run("06_export.py", "--run", home)
     run("07_eval.py", "--run", home, "--tasks", "none", "--text", inputs["text"], "--length", 32,
         "--sequences", 2)
-    results = json.loads((home / "eval.json").read_text())["results"]
+    results = json.loads((home / "eval/stage.json").read_text())["results"]
     assert [figures.get("open_masks") for figures in results.values()] == [None, None, opened]
-    for text in ((home / "gqa" / "README.md").read_text(), (home / "eval.md").read_text()):
+    for text in ((home / "gqa" / "README.md").read_text(), (home / "eval/eval.md").read_text()):
         assert "masks open at removal" in text
 
 

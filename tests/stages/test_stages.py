@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data.sources import DataContext, read_unread
-from common.data.text import HELDOUT, load_tokens, write_array
+from common.data.text import HELDOUT, load_tokens
 from common.errors import UserError
 from common.reporting import plots
 from models import byte_tokenizer, tiny_model
@@ -113,7 +113,7 @@ def test_activations_that_overflow_are_named(inputs, tmp_path):
 
 def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monkeypatch):
     """Figure 2: the cosines of evenly spaced layers; of version 1: of all pairs."""
-    similarity = safe_open(aligned_run / "similarity.safetensors", "numpy")
+    similarity = safe_open(aligned_run / "similarity/similarity.safetensors", "numpy")
     pictures, points = [], []
     monkeypatch.setattr(plots, "pairs", lambda path, *drawn: points.append((Path(path).name, *drawn)))
     monkeypatch.setattr(plots, "heatmaps", lambda path, *drawn: pictures.append((Path(path).name, *drawn)))
@@ -132,7 +132,7 @@ def test_the_picture_and_the_summary_of_similarities(aligned_run, tmp_path, monk
             drawn = cosines[f"{head}s"][f"{when} alignment"]
             assert name == "pairs.png" and np.array_equal(drawn, [matrix[above] for matrix in stored])
 
-    summary = read(tmp_path / "run" / "similarity.json")["summary"]
+    summary = read(tmp_path / "run" / "similarity/stage.json")["summary"]
     for name, mean in summary.items():
         matrices = similarity.get_tensor(name)
         assert mean == pytest.approx(np.mean([matrix[above].mean() for matrix in matrices]), abs=1e-6)
@@ -147,14 +147,14 @@ def sum_within(matrix: np.ndarray, groups: list[list[int]]) -> float:
 ])
 def test_groups_have_the_highest_score_of_all(aligned_run, tmp_path, by, criterion, kv_heads):
     """The sum of similarities after alignment, against all 35 or 105 groupings of eight heads."""
-    similarity = safe_open(aligned_run / "similarity.safetensors", "numpy")
+    similarity = safe_open(aligned_run / "similarity/similarity.safetensors", "numpy")
     key, value = (similarity.get_tensor(f"{kind}.{criterion}.after") for kind in ("key", "value"))
     above = np.triu_indices(HEADS, 1)
     both = [key[i] / key[i][above].std() + value[i] / value[i][above].std() for i in range(LAYERS)]
     matrices = {"key": key, "value": value, "both": both, "energy": similarity.get_tensor("energy")}[by]
-    run("03_group.py", "--run", tmp_path, "--similarity", aligned_run / "similarity.safetensors",
+    run("03_group.py", "--run", tmp_path, "--similarity", aligned_run / "similarity",
         *GROUPING, "--kv-heads", kv_heads, "--by", by, "--criterion", criterion)
-    written = read(tmp_path / "groups.json")
+    written = read(tmp_path / "groups/stage.json")
     size = HEADS // kv_heads
     adjacent = [list(range(first, first + size)) for first in range(0, HEADS, size)]
     for layer, matrix in enumerate(matrices):
@@ -169,18 +169,18 @@ def test_groups_have_the_highest_score_of_all(aligned_run, tmp_path, by, criteri
 
 
 def test_the_default_is_a_quarter_of_the_heads_and_by_none_groups_adjacent_ones(aligned_run, tmp_path):
-    similarity = aligned_run / "similarity.safetensors"
+    similarity = aligned_run / "similarity"
     run("03_group.py", "--run", tmp_path, "--similarity", similarity, "--by", "none")
-    assert read(tmp_path / "groups.json")["groups"] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * LAYERS
+    assert read(tmp_path / "groups/stage.json")["groups"] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * LAYERS
 
 
 def test_the_random_seed_decides_the_search(aligned_run, tmp_path):
     chosen = []
     for number, seed in enumerate((1, 1, 2)):
-        home, similarity = tmp_path / str(number), aligned_run / "similarity.safetensors"
+        home, similarity = tmp_path / str(number), aligned_run / "similarity"
         run("03_group.py", "--run", home, "--similarity", similarity,
             "--restarts", 1, "--iterations", 1, "--seed", seed)
-        chosen.append(read(home / "groups.json")["groups"])
+        chosen.append(read(home / "groups/stage.json")["groups"])
     assert chosen[0] == chosen[1] != chosen[2]
 
 
@@ -199,7 +199,7 @@ def test_recorded_perplexities_are_those_of_the_checkpoints_as_loaded_back(align
     assert summary["kl_merged"] == pytest.approx(kl, rel=1e-4) and kl > 0.01
     difference = float((logits["source"] - logits["aligned"]).abs().max())
     assert summary["max_logit_difference"] == pytest.approx(difference, rel=0.5)
-    assert set(read(aligned_run / "aligned" / "stage.json")["inputs"]) == {"calibration", "groups.json"}
+    assert set(read(aligned_run / "aligned" / "stage.json")["inputs"]) == {"RUN/calibration", "RUN/groups"}
 
 
 def unread(path, model: str, length: int, calibrated: int = 8) -> tuple[torch.Tensor, str]:
@@ -232,11 +232,11 @@ def test_a_note_says_where_perplexity_is_of_the_calibration_text(inputs, tmp_pat
     short, documents, rows = (tmp_path / name for name in ("short.txt", "documents.jsonl", "rows.npy"))
     short.write_text("Some text. " * 50)
     documents.write_text(json.dumps({"text": "word " * 60}) + "\n")
-    write_array(str(rows), np.full((8, 70), 7, "<i4"))
+    np.save(str(rows), np.full((8, 70), 7, "<i4"))
     for path in (short, documents, rows):
         tokens, description = unread(path, inputs["model"], 60)
         assert tokens.shape == (4, 60) and "perplexity on other text (--text) may be higher" in description
         assert len(unread(path, inputs["model"], 60, calibrated=3)[0]) == 3  # it may have no more
-    write_array(str(rows), np.full((8, 70), 10**6, "<i4"))
+    np.save(str(rows), np.full((8, 70), 10**6, "<i4"))
     with pytest.raises(UserError, match="rows.npy.*: expected token ids below 26., the vocabulary, found 10"):
         unread(rows, inputs["model"], 60)

@@ -33,7 +33,8 @@ def test_whole_run(finished_run):
     assert model.generate(**prompt, max_new_tokens=5, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
 
     lines = metrics(finished_run)
-    assert read(finished_run / "train" / "stage.json")["inputs"].keys() == {"aligned", "merged", "teacher"}
+    read_from = {f"RUN/{name}" for name in ("aligned", "merged", "teacher")}
+    assert read(finished_run / "train" / "stage.json")["inputs"].keys() == read_from
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 2 / 3, 1 / 3, 0])
     assert lines[0]["mask_expected"] > 0.999 and lines[5]["mask_target"] == 0
@@ -41,12 +42,12 @@ def test_whole_run(finished_run):
     assert ["mask_mean" in line for line in lines] == 8 * [True] + 2 * [False]  # no masks after 80 %
     assert lines[0]["loss"] == pytest.approx(lines[0]["kl"] + lines[0]["bild"], abs=1e-6)
 
-    results = read(finished_run / "eval.json")["results"]
+    results = read(finished_run / "eval/stage.json")["results"]
     assert list(results) == ["teacher", "merged", "gqa"]
     assert results["gqa"]["cache_bytes_per_token"] * 4 == results["teacher"]["cache_bytes_per_token"]
     assert len(results["gqa"]["tasks"]) == 8
     assert all(task["questions"] == 5 for task in results["gqa"]["tasks"].values())
-    assert "| perplexity" in (finished_run / "eval.md").read_text()
+    assert "| perplexity" in (finished_run / "eval/eval.md").read_text()
 
 
 def test_who_may_read_a_directory_may_read_its_files(finished_run):
@@ -66,7 +67,7 @@ def test_the_exported_weights_are_those_of_the_last_checkpoint(finished_run):
 
 
 STAGE_OUTPUTS = {
-    "01": ["calibration"], "02": ["similarity.safetensors"], "03": ["groups.json"],
+    "01": ["calibration"], "02": ["similarity"], "03": ["groups"],
     "04": ["aligned", "merged"], "05": ["teacher", "train"], "06": ["gqa"],
 }
 

@@ -24,6 +24,7 @@ def test_a_teacher_is_written_in_the_sources_dtype_with_its_tied_head(tmp_path, 
     directory = tmp_path / "teacher.train"
     directory.mkdir()
     (directory / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
+    monkeypatch.setattr(checkpoints, "remove_training", lambda directory: None)
     monkeypatch.setattr(teacher, "summarize", lambda lines: {})
     run_of_stage = SimpleNamespace(conversion=SimpleNamespace(model={"path": source}), started=MagicMock(),
                                    teacher=str(tmp_path / "teacher"))
