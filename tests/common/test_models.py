@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.families import geometry, key_context
 from common.layers import Layers
 from common.models import describe, load_config, load_model, load_tokenizer, source_model
+from common.run import artifact
 from common.run.files import files_in, read_json
 from common.weights import fingerprint, open_checkpoint, weight_files
 from models import byte_tokenizer, save_tiny, tiny_model
@@ -197,7 +198,7 @@ def write_index(path: Path, content: bytes) -> None:
 
 
 INDEXES = {  # what the message must contain -> content
-    "expected an object": b"\xff",
+    "expected metadata and a weight_map": b"\xff",
     "found 'missing.safetensors'": json.dumps(
         {"metadata": {}, "weight_map": {UP: "missing.safetensors"}}).encode(),
 }
@@ -247,7 +248,7 @@ def test_frequencies_that_older_releases_store_are_no_extra_tensors(copy):
     (b"{", "expected a model config, found none"),
     (b'{"model_type": "nonesuch"}', "nonesuch"),
     *(({name: 0}, name) for name in models.SIZES),
-    ({"num_hidden_layers": 10**5}, "num_hidden_layers: expected at most 1000, found 100000"),
+    ({"num_hidden_layers": 10**5}, "num_hidden_layers: expected an integer from 1 to 1000, found 100000"),
     ({"head_dim": 7}, "even"),
     ({"dtype": "int8"}, "expected weights in floating point, found torch.int8"),
     ({"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}, "custom code"),
@@ -278,18 +279,16 @@ def test_a_source_model_is_as_recorded(copy):
     assert "that 01_calibrate.py read, found none" in refusal(source_model, record, run)
 
 
-@pytest.mark.parametrize("place", ["model", "run/source"])
-def test_a_source_model_may_move_together_with_the_run(copy, tmp_path, place):
-    """One that stage 1 made lies in RUN, and a copy of RUN has its own; any other is looked for only where it
-    was is nothing."""
+def test_a_source_model_moves_together_with_the_run(copy, tmp_path):
+    """One that stage 1 made lies in RUN, and a copy of RUN has its own."""
     old, new = tmp_path / "old", tmp_path / "new"
-    shutil.copytree(copy("whole"), old / place)
-    record = {"model": describe(str(old / place)), "directory": str(old / "run")}
+    shutil.copytree(copy("whole"), old / "source")
+    record = artifact.within(str(old), {"model": describe(str(old / "source"))})
     shutil.copytree(old, new)
-    expected = str(new / place) if place == "run/source" else str(old / place)
-    assert source_model(record, str(new / "run"))["path"] == expected
-    shutil.rmtree(old)
-    assert source_model(record, str(new / "run"))["path"] == str(new / place)
+    assert source_model(artifact.resolved(str(new), record), str(new))["path"] == str(new / "source")
+    shutil.rmtree(new / "source")
+    with pytest.raises(UserError, match="expected the directory that 01_calibrate.py read, found none"):
+        source_model(artifact.resolved(str(new), record), str(new))
 
 
 def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
