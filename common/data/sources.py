@@ -25,7 +25,8 @@ from common.data.text import (
 )
 from common.errors import UserError
 from common.models import load_config, load_tokenizer
-from common.run.artifact import locked, sweep
+from common.run.artifact import sweep
+from common.run.files import locked
 
 CHECKED = 512  # tokens per sequence on which models are compared, where they have that many positions
 

@@ -8,16 +8,12 @@ next to its name and renamed once it is complete; what cannot be made again is m
 
 import contextlib
 import datetime
-import errno
-import fcntl
 import importlib.metadata
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 
 from safetensors import SafetensorError
@@ -32,6 +28,7 @@ from common.run.files import (
     files_in,
     flush,
     free_name,
+    locked,
     read_json,
     remember,
     sha256,
@@ -51,7 +48,6 @@ KEPT = (GROUPS, TRAINING)  # stages whose output is never removed: it was edited
 # never at the same time
 EXCLUSIVE_STAGES = {"04_align.py": "05_prune_train.py", "05_prune_train.py": "04_align.py"}
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems without flock
 FIELDS = ("flags", "arguments", "model", "inputs", "packages", "commit", "seconds", "date", "summary",
           "files")  # of every stage's record
 # stage -> fields of its record and, behind a dot, of its summary, that others read
@@ -106,9 +102,9 @@ def begin_stage(stage: str, args, *outputs: str, inputs: dict | None = None, loc
     started = Started(stage, args, json.loads(json.dumps(flags)), inputs or {}, Clock())
     if os.environ.get("RANK", "0") != "0":
         return started
-    cli.cleanup.enter_context(locked(args.run, lock or os.path.splitext(stage)[0]))
+    cli.cleanup.enter_context(locked(args.run, lock or os.path.basename(stage)))
     if stage in EXCLUSIVE_STAGES:
-        with locked(args.run, os.path.splitext(EXCLUSIVE_STAGES[stage])[0]):
+        with locked(args.run, EXCLUSIVE_STAGES[stage]):
             pass
     for output in outputs:
         sweep(*os.path.split(os.path.abspath(output)))
@@ -129,7 +125,7 @@ def find(started: Started, output: str, update: bool = False) -> bool:
                         "move it away first")
     if started.args.force:
         return False
-    fault = find_fault(output, record)
+    fault = field_fault(record, started.stage) or find_fault(output, record)
     if fault:
         raise UserError(f"{fault}; pass --force to replace {output}")
     other = difference(started, record)
@@ -188,45 +184,6 @@ def resolved(run: str, value):
         return [resolved(run, each) for each in value]
     inside = isinstance(value, str) and value.startswith(RUN)
     return os.path.join(run, value.removeprefix(RUN)) if inside else value
-
-
-@contextlib.contextmanager
-def locked(directory: str, name: str):
-    """Context manager: a lock in a directory, which is made, and removed if it is still empty.
-
-    Raises UserError if another process holds it.
-    """
-    created = not os.path.isdir(directory)
-    os.makedirs(directory, exist_ok=True)
-    path, held = os.path.join(directory, f".{name}.lock"), False
-    while not held:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-            os.close(descriptor)
-            raise UserError(f"{directory}: expected no {name} running there, found {holder}") from error
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            print(f"warning: {directory}: its file system has no locks: nothing stops a second {name} there",
-                  file=sys.stderr)
-        held = os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path))
-        if not held:  # its holder has removed it meanwhile
-            os.close(descriptor)
-    since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(path)
-        os.close(descriptor)
-        if created:
-            with contextlib.suppress(OSError):  # not empty
-                os.rmdir(directory)
 
 
 @contextlib.contextmanager
@@ -373,15 +330,24 @@ def read_record(path: str, stage: str, model: dict | None = None) -> dict:
                         f"run {stage} again")
     if record.get("stage") != stage:
         raise UserError(f"{path}: expected an artifact of {stage}, found one of {record.get('stage')}")
-    summary = record.get("summary") or {}
-    for field in (*FIELDS, *FIELDS_OF.get(stage, ())):
-        if field.removeprefix(".") not in (summary if field.startswith(".") else record):
-            name = f"summary{field}" if field.startswith(".") else field
-            raise UserError(f"{where}: expected a field {name}, found none; run {stage} again with --force")
+    fault = field_fault(record, stage)
+    if fault:
+        raise UserError(f"{where}: {fault}; run {stage} again with --force")
     record = resolved(os.path.dirname(os.path.normpath(path)), record)
     if model is not None:
         check_same_model(path, model, record["model"])
     return record
+
+
+def field_fault(record: dict, stage: str) -> str | None:
+    """The first field that a stage's record lacks, or an earlier version's way to name files."""
+    summary = record.get("summary") or {}
+    for field in (*FIELDS, *FIELDS_OF.get(stage, ())):
+        if field.removeprefix(".") not in (summary if field.startswith(".") else record):
+            return f"expected a field {f'summary{field}' if field.startswith('.') else field}, found none"
+    if any(isinstance(known, str) for known in record["files"].values()):
+        return "expected sizes and times of files, found the record of an earlier version"
+    return None
 
 
 def check_same_model(path: str, expected: dict, actual: dict) -> None:

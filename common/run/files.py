@@ -1,16 +1,21 @@
-"""Files: written completely or not at all, read with errors that name them."""
+"""Files: written completely or not at all, read with errors that name them; locks of directories."""
 
 import contextlib
+import datetime
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
 import os
+import socket
+import sys
 
 from common.errors import UserError
 
 STAMPS: dict[str, dict] = {}  # absolute path -> the last stamp
 UNFINISHED = ".unfinished"  # at the end of the name of what is being written
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems without flock
 # of file systems without permissions, or that flush files by themselves, as mounted object stores
 NOT_OFFERED = (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -149,3 +154,42 @@ def move_aside(path: str, kind: str = "old") -> str:
     free = free_name(path, kind)
     os.rename(path, free)
     return free
+
+
+@contextlib.contextmanager
+def locked(directory: str, name: str):
+    """Context manager: a lock in a directory, which is made, and removed if it is still empty.
+
+    Raises UserError if another process holds it.
+    """
+    created = not os.path.isdir(directory)
+    os.makedirs(directory, exist_ok=True)
+    path, held = os.path.join(directory, f".{name}.lock"), False
+    while not held:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise UserError(f"{directory}: expected no {name} running there, found {holder}") from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            print(f"warning: {directory}: its file system has no locks: nothing stops a second {name} there",
+                  file=sys.stderr)
+        held = os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path))
+        if not held:  # its holder has removed it meanwhile
+            os.close(descriptor)
+    since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+        os.close(descriptor)
+        if created:
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(directory)

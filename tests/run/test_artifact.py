@@ -289,8 +289,7 @@ def test_parts_are_found_by_the_command_that_made_them_alone(tmp_path):
 ])
 def test_a_stage_refuses_a_second_one_and_what_replaces_its_inputs(args, monkeypatch, running, refused):
     artifact.begin_stage(running, args)
-    name = running.removesuffix(".py")
-    found = f"expected no {name} running there, found process {os.getpid()} on .* since 20"
+    found = f"expected no {running} running there, found process {os.getpid()} on .* since 20"
     with pytest.raises(UserError, match=found):
         artifact.begin_stage(refused, args)
     artifact.begin_stage(EXPORT, args)  # another stage
@@ -306,9 +305,9 @@ def test_a_file_system_without_locks_is_a_warning(args, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(artifact.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     artifact.begin_stage(EXPORT, args)
-    assert "its file system has no locks: nothing stops a second 06_export there" in capsys.readouterr().err
+    assert "has no locks: nothing stops a second 06_export.py there" in capsys.readouterr().err
 
 
 def test_a_stage_does_not_replace_its_source(tmp_path):
