@@ -23,9 +23,11 @@ import sys
 import tempfile
 import time
 
+import numpy as np
+
 from bench.machine import machine, standard_error
 from common.cli import Parser, positive, run_stage
-from common.data.text import EVALUATION, TOKEN, load_tokens, write_array
+from common.data.text import EVALUATION, TOKEN, load_tokens
 from common.errors import UserError
 from common.metrics import OPEN_MASKS
 from common.models import load_tokenizer
@@ -82,7 +84,7 @@ def write_heldout(args) -> None:
     source = args.heldout or os.path.join(args.run, "text", "heldout.txt")
     tokenizer = load_tokenizer(os.path.join(args.run, args.starts[0], "merged"))
     rows, _ = load_tokens(source, tokenizer, args.heldout_sequences, args.length, EVALUATION)
-    write_array(os.path.join(args.out, HELDOUT), rows.repeat_interleave(2, 0).numpy().astype(TOKEN))
+    np.save(os.path.join(args.out, HELDOUT), rows.repeat_interleave(2, 0).numpy().astype(TOKEN))
 
 
 def train(args, start: str, tokens: int, seed: int) -> dict:

@@ -175,7 +175,7 @@ DAMAGES = {  # -> the rows that it turns off
                       "Eq. 2:|Eq. 18:"),
     "Grams of values": (lambda home: edit(home / "calibration", "value.raw", lambda gram: 1.001 * gram),
                         "Eq. 22 squared: value"),
-    "scores": (lambda home: edit_record(home / "groups", score_found=[-1e6] * 3),
+    "scores": (lambda home: edit_record(home / "groups/stage.json", score_found=[-1e6] * 3),
                "Eq. 24:|Algorithm 2"),
     "a value head": (lambda home: edit(home / "aligned", WEIGHT.format("v"),  # turned, of two coordinates
                                        lambda weight: torch.cat((weight[[1]], -weight[[0]], weight[2:]))),

@@ -78,7 +78,7 @@ def test_groups_and_alignment_are_as_good_as_the_stages(road):
     """Searches end in local optima: objectives are compared, 1 % apart at most."""
     home, vectors, _, aligned, groups, _ = road
     theirs = AutoModelForCausalLM.from_pretrained(home / "aligned")
-    for index, found in enumerate(read_json(str(home / "groups"))["groups"]):
+    for index, found in enumerate(read_json(str(home / "groups/stage.json"))["groups"]):
         ours = score_of(groups[index], vectors[index][1]), score_of(found, vectors[index][1])
         assert ours[0] == pytest.approx(ours[1], rel=0.01)
         same = sorted(map(sorted, groups[index])) == sorted(map(sorted, found))

@@ -386,7 +386,7 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
         summaries.append(json.loads((directory / "train" / "stage.json").read_text())["summary"])
     assert summaries[0]["samples_sha256"] == summaries[1]["samples_sha256"]
     assert summaries[0]["texts"] == 8900 // 128 and summaries[0]["samples"] > summaries[0]["texts"]
-    for piece in sorted(home.glob("tokens/generated-*/*.npy")):
+    for piece in sorted(home.glob("tokens/generated-*/*/tokens.npy")):
         assert piece.read_bytes() == (other / piece.relative_to(home)).read_bytes()
     expect_error("--chat generated: expected answers within --text-length 2 tokens, found none",
                  "05_prune_train.py", "--run", other, "--name", "short", *flags, "--text-length", 2)

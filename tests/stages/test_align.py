@@ -222,7 +222,7 @@ def test_nothing_is_written_when_the_model_changed(request, tmp_path, monkeypatc
             attention.k_proj.weight[0] *= -1
 
     def written(self, name, module):
-        if fault == "written otherwise" and name == "model.norm" and self.directory.endswith("/aligned"):
+        if fault == "written otherwise" and name == "model.norm" and "/.aligned." in self.directory:
             module = type(module)(module.weight.shape[0])
         write(self, name, module)
 
