@@ -44,7 +44,7 @@ FREE = ("run", "out", "starts", "masks", "budgets", "seeds")  # may change betwe
 
 def parse():
     flags = Parser(__doc__)
-    flags.add_argument("--run", default="runs/smollm2", help="of make smollm2; OUT/KV_HEADS of bench.merging")
+    flags.add_argument("--run", default="runs/smollm2", help="of make smollm2")
     flags.add_argument("--out", default="runs/recovery")
     flags.add_argument("--starts", nargs="+", default=["paper", "output-refit", "attention-refit"],
                        metavar="NAME", help="directories in RUN")
@@ -150,7 +150,7 @@ def main():
     path = os.path.join(args.run, "starts.json")
     untrained = read_json(path)  # name -> what was measured right after merging, the source first
     if untrained is None:
-        raise UserError(f"{path}: expected the merged models of make smollm2 or bench.merging, found none")
+        raise UserError(f"{path}: expected the merged models of make smollm2, found none")
     missing = {"source", *args.starts} - untrained.keys()
     if missing:
         raise UserError(f"{path}: expected source and --starts, found no {', '.join(sorted(missing))}; make "

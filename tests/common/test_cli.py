@@ -42,8 +42,8 @@ def parser() -> cli.StageParser:
     return made
 
 
-COMMANDS = ["pipelines/smollm2", "pipelines/table6", "bench/answers", "bench/loss", "bench/merging",
-            "bench/recovery", "bench/retrieval", "bench/train_step", "bench/transform"]
+COMMANDS = ["pipelines/smollm2", "pipelines/table6", "bench/answers", "bench/loss", "bench/recovery",
+            "bench/retrieval", "bench/train_step", "bench/transform"]
 
 
 @pytest.mark.parametrize("command", [
