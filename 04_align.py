@@ -19,8 +19,7 @@ are so large that the source itself is far from float64, the bound grows with th
 nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
-none it is the mean-pool baseline. --merge scaled gives that mean the norm of the group's heads, --merge first
-takes the first head of each group instead. --merge closed-form computes the best shared heads
+none it is the mean-pool baseline. --merge closed-form computes the best shared heads
 (common/closed_form/layer.py), much closer to the source, and best with 03_group.py --by energy; its keys are
 RoPE-aware for contexts of up to --key-context tokens. --refit then re-solves each layer's W_O by least
 squares on the calibration text, at the cost of two forward passes over it. --refit attention goes on to train

@@ -32,12 +32,6 @@ BY = {
 }
 MERGES = {
     "mean": MergeKind("as in the paper", "the mean of the {heads} of a group", "averaged"),
-    "scaled": MergeKind("that mean at the mean norm of the group's heads (an ablation of ours)",
-                        "the mean of the {heads} of a group, scaled to their mean norm",
-                        "averaged at their mean norm"),
-    "first": MergeKind("the first head of each group (an ablation of ours)",
-                       "the first of the {heads} of a group, retained",
-                       "the first of each group retained"),
     "closed-form": MergeKind("the best shared heads", "the best shared head in closed form",
                              "merged in closed form", True),
 }

@@ -22,7 +22,6 @@
 
 PYTHON=${PYTHON:-python}
 TABLE_ROWS="baseline default-cos default-dist key-cos key-dist value-cos value-dist"
-ABLATIONS="retained scaled"  # of ours
 for kv in $KV; do
   [ -n "${BUDGET[$kv]:-}" ] || { echo "error: KV: expected some of ${!BUDGET[*]}, found $kv" >&2; exit 2; }
 done
@@ -60,14 +59,14 @@ calibrate() {
   on_first_node "$RUN/similarity/stage.json" "$PYTHON" 02_similarity.py --run "$RUN"
 }
 
-# transform ROW KV_HEADS BY CRITERION ROTATE [MERGE]: stages 3 and 4 in RUN/ROW, on RUN's calibration.
+# transform ROW KV_HEADS BY CRITERION ROTATE: stages 3 and 4 in RUN/ROW, on RUN's calibration.
 transform() {
   local row=$RUN/$1 kv_heads=$2
   [ -z "${SMALL:-}" ] || kv_heads=$((kv_heads * 8 / HEADS))
   on_first_node "$row/groups/stage.json" "$PYTHON" 03_group.py --run "$row" \
     --similarity "$RUN/similarity" --kv-heads "$kv_heads" --by "$3" --criterion "$4"
   on_first_node "$row/merged/stage.json" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" \
-    --rotate "$5" --merge "${6:-mean}"
+    --rotate "$5" --merge mean
 }
 
 # convert: as transform, then stages 5 and 6 with the one TEACHER.
@@ -100,8 +99,8 @@ table() {
   local rows checkpoints=() kv row
   read -ra rows <<< "${ROWS:-$TABLE_ROWS}"
   for row in "${rows[@]}"; do
-    [[ " $TABLE_ROWS $ABLATIONS " = *" $row "* ]] ||
-      { echo "error: ROWS: expected some of $TABLE_ROWS $ABLATIONS, found $row" >&2; exit 2; }
+    [[ " $TABLE_ROWS " = *" $row "* ]] ||
+      { echo "error: ROWS: expected some of $TABLE_ROWS, found $row" >&2; exit 2; }
   done
   [ -z "${PLAN:-}" ] || rows=("${rows[0]}")  # the others cost the same
   calibrate
@@ -109,8 +108,6 @@ table() {
     for row in "${rows[@]}"; do
       case $row in
         baseline)  convert "gqa$kv-$row" "$kv" none dist none ;;
-        retained)  convert "gqa$kv-$row" "$kv" value dist dist first ;;
-        scaled)    convert "gqa$kv-$row" "$kv" value dist dist scaled ;;
         default-*) convert "gqa$kv-$row" "$kv" none "${row#*-}" "${row#*-}" ;;
         *)         convert "gqa$kv-$row" "$kv" "${row%-*}" "${row#*-}" "${row#*-}" ;;
       esac

@@ -12,9 +12,7 @@
 # baseline merges adjacent heads as they are, default after alignment; key and value group heads by that
 # similarity; cos and dist are the criterion of grouping and of alignment. The other settings are listed in
 # pipelines/recipe.sh. Once the first row has made the teacher, rows are independent: ROWS="key-cos key-dist"
-# trains only those, on another machine with the same RUN, and evaluates nothing. Two ablations of ours are as
-# value-dist, but for where shared heads start: ROWS=retained as the first of their groups (not Section 4.4's:
-# AUDIT.md), ROWS=scaled as their groups' means at the heads' mean norm.
+# trains only those, on another machine with the same RUN, and evaluates nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 KV=${KV:-16 8 4}

@@ -61,10 +61,10 @@ def all_groupings(heads: list[int], size: int):
             yield [[heads[0], *others], *groups]
 
 
-def plain_merge(merge, source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
-    """A merge that no Gram or rotation changes, of groups of adjacent heads."""
+def plain_merge(source_kv_heads: int, kv_heads: int, head_dim: int) -> Merge:
+    """The mean of groups of adjacent heads."""
     groups = torch.arange(source_kv_heads).view(kv_heads, -1)
-    return merge(None, groups, torch.empty(*groups.shape, head_dim, head_dim), None)
+    return mean_merge(None, groups, torch.empty(*groups.shape, head_dim, head_dim), None)
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
     for index, layer in enumerate(model.model.layers):
         head_dim = layer.self_attn.head_dim
         source_kv_heads = model.config.num_key_value_heads
-        merge = merges[index] if merges else plain_merge(mean_merge, source_kv_heads, kv_heads, head_dim)
+        merge = merges[index] if merges else plain_merge(source_kv_heads, kv_heads, head_dim)
         merged_layer = merge_layer(layer, index, config, merge).state_dict()
         state |= {f"model.layers.{index}.{name}": tensor for name, tensor in merged_layer.items()}
     merged.load_state_dict(state)

@@ -278,7 +278,7 @@ def test_as_printed_is_beside_what_the_stages_mean_and_worse(aligned_table):
 @pytest.mark.parametrize(("grouping", "aligning", "expected"), [
     ("--by key --criterion cos", "--rotate cos", {}),
     ("--by none", "--rotate none", {"Algorithm 1 of Eq. 6": "--rotate none"}),
-    ("--by both", "--merge first", {"Eq. 25: W_K": "--merge first", "Eq. 26: W_V": "--merge first"}),
+    ("--by both", "", {}),
     ("--by value", "--merge closed-form --refit", {
         "Eq. 25: W_K": "--merge closed-form --refit", "Eq. 26: W_V": "--merge closed-form --refit",
         "Eq. 29-31": "closed-form merges and refits blend W_Q and W_O, too"}),

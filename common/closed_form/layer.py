@@ -26,7 +26,7 @@ from common.closed_form.values import merge_values, ratio, value_loss
 from common.errors import UserError
 from common.kinds import MERGES
 from common.method.grouping import combine
-from common.method.merge import FUNCTIONS, Merge
+from common.method.merge import Merge, mean_merge
 from common.method.procrustes import layer_similarity
 from common.method.rope import pair_products, to_matrix
 from common.method.stats import LayerGrams, group_blocks, stack_heads
@@ -191,7 +191,7 @@ def choose_merges(kind: str, grams_of, groups: torch.Tensor, rotations: list, co
     grams_of: a layer's index -> its LayerGrams. groups: [layers, G, D]. rotations: Q and u of each layer.
     """
     whole_head = MERGES[kind].whole_head
-    merge_of = FUNCTIONS.get(kind, partial(closed_form_layer, context=context))
+    merge_of = {"mean": mean_merge, "closed-form": partial(closed_form_layer, context=context)}[kind]
     for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
         grams = grams_of(index)
         merge = merge_of(grams, layer_groups, *rotation)

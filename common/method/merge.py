@@ -3,8 +3,7 @@
 All in float64, stored in the original dtype. A weight [heads * d, hidden] consists of blocks of rows, one per
 head; o_proj [hidden, heads * d] of blocks of columns. Rotations are per key/value head. In a GQA source, its
 query heads go along: their rows of q_proj and columns of o_proj are moved and rotated with it. `fuse_layer`
-leaves the heads of a group consecutive, as merging expects them. A `Merge` says how a layer is merged;
-`FUNCTIONS` has the ways to do it.
+leaves the heads of a group consecutive, as merging expects them. A `Merge` says how a layer is merged.
 """
 
 import copy
@@ -19,9 +18,8 @@ from common.families import (
     per_query_head,
     query_heads_per_kv_head,
 )
-from common.method.procrustes import key_overlap, value_overlap
 from common.method.rope import rotate_pairs
-from common.method.stats import LayerGrams, group_blocks
+from common.method.stats import LayerGrams
 
 
 @dataclass
@@ -55,42 +53,6 @@ def mean_merge(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Te
     eye = torch.eye(value_rotation.shape[-1], dtype=torch.float64).expand(value_rotation.shape)
     mean = eye / groups.shape[1]
     return Merge(mean, eye, mean, eye)
-
-
-def first_merge(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
-                key_rotation: torch.Tensor) -> Merge:
-    """Shared heads are the first of their groups, retained. Arguments: as for mean_merge."""
-    mean = mean_merge(grams, groups, value_rotation, key_rotation)  # pragma: no mutate: it reads shapes alone
-    first = torch.zeros_like(mean.value_in)
-    first[:, 0] = torch.eye(first.shape[-1])
-    return Merge(first, mean.value_out, first, mean.key_out)
-
-
-def scaled_merge(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
-                 key_rotation: torch.Tensor) -> Merge:
-    """The means, each scaled to the mean norm of its members, as root mean squares over tokens.
-
-    A mean is shorter than its members unless these are equal. Arguments: as for mean_merge.
-    """
-    mean = mean_merge(grams, groups, value_rotation, key_rotation)  # pragma: no mutate: it reads shapes alone
-    values = value_overlap(group_blocks(grams.value("raw"), groups), value_rotation)
-    keys = key_overlap(group_blocks(grams.key("raw"), groups), key_rotation)
-    value_scale, key_scale = (norm_ratio(overlap).to(mean.value_in.device) for overlap in (values, keys))
-    return Merge(value_scale * mean.value_in, mean.value_out, key_scale * mean.key_in, mean.key_out)
-
-
-def norm_ratio(overlap: torch.Tensor) -> torch.Tensor:
-    """Mean norm of the members over the norm of their mean, from sum_n <x_i, x_j> [G, D, D]: [G, 1, 1, 1].
-
-    1 where the mean is zero.
-    """
-    members = torch.diagonal(overlap, dim1=1, dim2=2).clamp(min=0).sqrt().mean(1)
-    mean = overlap.mean((1, 2)).clamp(min=0).sqrt()  # below 0 by rounding
-    return torch.where(mean > 0, members / mean, 1)[:, None, None, None]
-
-
-# by the kinds of common/kinds.py, but for the closed form
-FUNCTIONS = {"mean": mean_merge, "scaled": scaled_merge, "first": first_merge}
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from common.closed_form.layer import (
 )
 from common.closed_form.values import merge_values, symmetric_root, value_loss
 from common.families import geometry
-from common.method.merge import Merge, mean_merge
+from common.method.merge import Merge
 from common.method.rope import rotate_pairs, to_matrix
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from models import tiny_model
@@ -115,7 +115,7 @@ def test_keys_that_are_equal_behind_norms_of_single_heads_lose_nothing_before_th
         for parameter in layer.self_attn.v_proj.parameters():
             heads = parameter.view(2, 4, 8, -1)
             heads.copy_(heads[:, :1].clone().expand_as(heads))
-    mean, signs = plain_merge(mean_merge, 8, 2, 8), factors.sign().view(2, 4, 1, 1)
+    mean, signs = plain_merge(8, 2, 8), factors.sign().view(2, 4, 1, 1)
     flipped = replace(mean, key_in=signs * mean.key_in, key_out=signs * mean.key_out)
     groups, unturned = torch.arange(8).view(2, 4), torch.ones(2, 4, 4, dtype=torch.complex128)
     merges = [before_norms(flipped, grams, groups, unturned) for grams in statistics(model)]

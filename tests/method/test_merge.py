@@ -8,15 +8,10 @@ from common.method.merge import (
     Merge,
     behind_norm,
     exchange_pairs,
-    first_merge,
     fuse_groups,
-    mean_merge,
     merged_config,
     merged_state,
-    scaled_merge,
 )
-from common.method.rope import to_matrix
-from common.method.stats import LayerGrams, LayerStats
 from models import tiny_model
 from reference import plain_merge
 
@@ -67,41 +62,15 @@ def test_a_merged_config_shares_nothing_with_the_config_it_is_a_copy_of():
     assert merged.rope_parameters is not config.rope_parameters
 
 
-@pytest.mark.parametrize("merge", [mean_merge, first_merge])
-def test_keys_and_values_are_the_mean_of_equations_25_and_26_or_the_first(merge):
+def test_keys_and_values_are_the_mean_of_equations_25_and_26():
     attention = tiny_model(bias=True).model.layers[0].self_attn
-    state = merged_state(attention, plain_merge(merge, 8, 2, 8))
+    state = merged_state(attention, plain_merge(8, 2, 8))
     for name, parameter in attention.named_parameters():
         if name[0] in "kv":
-            groups = parameter.detach().view(2, 4, 8, -1)
-            expected = groups[:, 0] if merge is first_merge else groups.double().mean(1).float()
+            expected = parameter.detach().view(2, 4, 8, -1).double().mean(1).float()
             torch.testing.assert_close(state[name], expected.reshape(state[name].shape), rtol=0, atol=1e-7)
         elif name in state:
             assert torch.equal(state[name], parameter)  # queries and outputs are as they were
-
-
-def test_scaled_means_are_as_long_as_their_members_on_average():
-    """As root mean squares over tokens; a group that is zero gets the mean."""
-    torch.manual_seed(0)
-    values, keys = 1e-3 * torch.rand(6, 1) * torch.randn(2, 50, 6, 8, dtype=torch.float64)
-    groups, (value_rotation, key_rotation) = torch.randperm(6).view(3, 2), random_rotations(6, 8)
-    values[:, groups[2]], keys[:, groups[2]] = 0, 0
-    statistics = LayerStats(6, 8)
-    statistics.update_values(values)
-    statistics.update_keys(keys)
-    rotations = value_rotation.view(3, 2, 8, 8), key_rotation.view(3, 2, 4)
-    merge = scaled_merge(LayerGrams(statistics.tensors(), 6), groups, *rotations)
-    mean = mean_merge(None, groups, *rotations)
-    turns = rotations[0], to_matrix(rotations[1])
-    for vectors, turn, maps in zip((values, keys), turns, (merge.value_in, merge.key_in), strict=True):
-        turned = torch.einsum("gjab,ngjb->ngja", turn, vectors[:, groups])
-        shared = torch.einsum("gjab,ngjb->nga", maps, turned)
-        norms = turned.square().sum(-1).mean(0).sqrt()  # [G, D]
-        torch.testing.assert_close(shared.square().sum(-1).mean(0).sqrt(), norms.mean(1))
-        factor = norms.mean(1) / turned.mean(2).square().sum(-1).mean(0).sqrt()
-        torch.testing.assert_close(maps[:2], factor[:2, None, None, None] * mean.value_in[:2])
-        assert torch.equal(maps[2], mean.value_in[2])
-    assert torch.equal(merge.value_out, mean.value_out) and torch.equal(merge.key_out, mean.key_out)
 
 
 @torch.no_grad()
@@ -143,7 +112,7 @@ def test_norms_of_single_heads_get_one_scale_for_all_of_them():
     queries = weight[:, None] * attention.q_proj.weight.view(4, 2, 8, -1)
     queries = read[:, None] @ queries / scale[:, None]
     torch.testing.assert_close(state["q_proj.weight"], queries.flatten(0, 2))
-    plain = merged_state(attention, plain_merge(mean_merge, 4, 2, 8))
+    plain = merged_state(attention, plain_merge(4, 2, 8))
     assert not [name for name in plain if "norm" in name]
     assert torch.equal(plain["q_proj.weight"], attention.q_proj.weight)
 

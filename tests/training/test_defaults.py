@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import kinds
 from common.data.demo import DEMO
 from common.data.pool import Pool
 from common.data.rows import Sample
 from common.errors import UserError
-from common.method import masks, merge
+from common.method import masks
 from common.run.files import write_json
 from common.training import hardware, mask_state, settings
 from common.training import plan as budget
@@ -77,8 +76,7 @@ def test_published_numbers():
     assert OF_DEMO.keys() == PUBLISHED.keys() == WITHOUT_TASKS.keys()
     assert settings.TEACHER_EPOCHS == 2
     assert (settings.TEXT_LENGTH, QUESTIONS) == (512, 16)  # ours
-    assert {*kinds.MASKS} == {*mask_state.MASKS, "off"}
-    assert {*kinds.MERGES} == {*merge.FUNCTIONS, "closed-form"}
+    assert {*records.MASKS} == {*mask_state.MASKS, "off"}
     assert [published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
     steps = [epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
     assert steps == [11530, 23060, 34590] and epochs_to_steps(2, 147_580, 128) == 2306
