@@ -82,11 +82,9 @@ def parse():
     parser.section("merging")
     parser.add_argument("--merge", choices=tuple(MERGES), default="mean",
                         help="; ".join(f"{name}: {kind.help}" for name, kind in MERGES.items()))
-    parser.add_argument("--merge-keys", choices=("rope", "pairs"), default="rope",
-                        help="closed-form: RoPE-aware, or RoPE pair by RoPE pair")
     parser.add_argument("--key-context", type=positive,
-                        help="--merge-keys rope: length of context, in tokens, to preserve scores over "
-                             "(default: the model's maximum, 4096 at most)")
+                        help="closed-form: length of context, in tokens, to preserve scores over (default: "
+                             "the model's maximum, 4096 at most)")
     parser.add_argument("--refit", nargs="?", choices=tuple(REFITS), const="output",
                         help="output (or no value): re-solve each merged layer's W_O by least squares; "
                              "attention: then train its W_Q, W_K, W_V and W_O")
@@ -105,11 +103,8 @@ def parse():
     parser.add_argument("--layerwise", action="store_true", help="hold one decoder layer in memory at a time")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
     args = parser.parse_args()
-    if args.key_context and (args.merge, args.merge_keys) != ("closed-form", "rope"):
-        raise UserError("--key-context: expected --merge closed-form --merge-keys rope with it, found "
-                        f"--merge {args.merge} --merge-keys {args.merge_keys}")
-    if args.merge_keys == "pairs" and args.merge != "closed-form":
-        raise UserError(f"--merge-keys pairs: expected --merge closed-form with it, found {args.merge}")
+    if args.key_context and args.merge != "closed-form":
+        raise UserError(f"--key-context: expected --merge closed-form with it, found {args.merge}")
     return args
 
 
@@ -124,7 +119,7 @@ class Inputs:
     tokens: torch.Tensor  # [sequences, length], for the equivalence check
     refit_tokens: torch.Tensor | None  # [refit sequences, calibration length]
     dtype: torch.dtype  # of the checkpoints to write
-    context: int | None  # tokens that RoPE-aware key merging is for; None without it
+    context: int | None  # tokens that closed-form keys are merged for; None for other merges
 
 
 def evenly(tokens: torch.Tensor, count: int) -> torch.Tensor:
@@ -176,7 +171,7 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
               f"{refit_tokens.numel()} tokens, for the refit")
     dtype = models.weight_dtype(args.dtype, config)
     groups, context = torch.tensor(grouping["groups"]), None
-    if (args.merge, args.merge_keys) == ("closed-form", "rope"):
+    if args.merge == "closed-form":
         context = key_context(args.key_context, calibrated["positions"])
         print(f"keys    merged for contexts of up to {context} tokens")
     return Inputs(source, calibration, grouping, groups, tokens, refit_tokens, dtype, context)

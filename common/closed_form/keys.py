@@ -1,9 +1,9 @@
-"""Merging keys: the shared key head of each group, RoPE pair by pair or over all coordinates; in float64.
+"""Merging keys: the shared key head of each group, in float64.
 
-Pair by pair. Keys affect the model only through conj(q_i[p]) k_i[p], and any complex factor per RoPE pair
-commutes with RoPE. With w_i^2 = E|q_i[p]|^2, the best shared key of a pair is the first principal component
-of the D numbers w_i k_i[p], a combination sum_j encode_j k_j[p]. Head i reconstructs its key as decode_i
-k~[p], and the factor is folded into its query: q_i <- conj(decode_i) q_i.
+Pair by pair, where the search begins. Keys affect the model only through conj(q_i[p]) k_i[p], and any complex
+factor per RoPE pair commutes with RoPE. With w_i^2 = E|q_i[p]|^2, the best shared key of a pair is the first
+principal component of the D numbers w_i k_i[p], a combination sum_j encode_j k_j[p]. Head i reconstructs its
+key as decode_i k~[p], and the factor is folded into its query: q_i <- conj(decode_i) q_i.
 
 RoPE-aware. A stock model does not need RoPE pairs to stay pairs: any real A_j and B_i [d, d] make one, with
 shared keys k~ = sum_j A_j k_j and queries q_i <- B_i^T q_i. At distance t the score q_i^T R k_i becomes q_i^T

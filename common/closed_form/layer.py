@@ -2,7 +2,7 @@
 of all layers, of any kind.
 
 Notation: G groups of D heads of size d, P = d/2. common/closed_form/values.py merges values,
-common/closed_form/keys.py keys: pair by pair, or RoPE-aware if a context in tokens is given.
+common/closed_form/keys.py keys.
 """
 
 from dataclasses import replace
@@ -16,9 +16,7 @@ from common.closed_form.keys import (
     RopeAverages,
     alternate,
     damped_solve,
-    key_weights,
     log_uniform,
-    merge_keys,
     merge_rope_keys,
     start_by_pairs,
 )
@@ -28,7 +26,7 @@ from common.kinds import MERGES
 from common.method.grouping import combine
 from common.method.merge import Merge, mean_merge
 from common.method.procrustes import layer_similarity
-from common.method.rope import pair_products, to_matrix
+from common.method.rope import to_matrix
 from common.method.stats import LayerGrams, group_blocks, stack_heads
 
 SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
@@ -36,19 +34,13 @@ RIDGE = 0.1  # of before_norms, relative to the mean diagonal: 0.01 to 0.3 do as
 
 
 def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
-                      key_rotation: torch.Tensor, context: int | None = None) -> Merge:
+                      key_rotation: torch.Tensor, context: int) -> Merge:
     """The best merge of one layer after rotating its heads, from the Grams of Q v, u k, u q and W_O Q^T.
 
     groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P] complex. context:
-    tokens over which RoPE-aware merging preserves scores; None merges keys pair by pair.
+    tokens over which merged keys preserve scores.
     """
-    rotation = to_matrix(key_rotation)
-    if context is not None:
-        key_merge = merge_rope_keys(key_fit(grams, groups, rotation, context))
-    else:
-        key = rotated(group_blocks(grams.rope_key, groups), rotation)
-        weights = key_weights(pair_products(grams.query).real)
-        key_merge = map(to_matrix, merge_keys(pair_products(key), weights[groups]))
+    key_merge = merge_rope_keys(key_fit(grams, groups, to_matrix(key_rotation), context))
     return Merge(*merge_values(*value_blocks(grams, groups, value_rotation)), *key_merge)
 
 

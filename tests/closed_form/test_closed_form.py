@@ -55,15 +55,15 @@ def grams_of(values, keys, queries, outputs) -> LayerGrams:
     return LayerGrams(stats.tensors() | tensors, 6)
 
 
-def unrotated_merge(grams: LayerGrams, groups: torch.Tensor, context: int | None = None) -> Merge:
+def unrotated_merge(grams: LayerGrams, groups: torch.Tensor) -> Merge:
     value_rotation = torch.eye(8).double().expand(*groups.shape, 8, 8)
     key_rotation = torch.ones(*groups.shape, 4, dtype=torch.complex128)
-    return closed_form_layer(grams, groups, value_rotation, key_rotation, context)
+    return closed_form_layer(grams, groups, value_rotation, key_rotation, 64)
 
 
-def merged_by(model, kv_heads: int, context: int | None = None):
+def merged_by(model, kv_heads: int):
     groups = torch.arange(model.config.num_key_value_heads).view(kv_heads, -1)
-    merges = [unrotated_merge(grams, groups, context) for grams in statistics(model)]
+    merges = [unrotated_merge(grams, groups) for grams in statistics(model)]
     return merge_model(model, kv_heads, merges)
 
 
@@ -90,9 +90,8 @@ def share_heads(model, groups: int) -> None:
             heads.copy_(torch.cat((pairs.real, pairs.imag), 2).view_as(heads))
 
 
-@pytest.mark.parametrize("context", [None, 64])
 @pytest.mark.parametrize("source_heads, kv_heads", [(8, 8), (4, 4), (8, 2)])
-def test_heads_that_share_what_they_can_share_are_merged_exactly(source_heads, kv_heads, context):
+def test_heads_that_share_what_they_can_share_are_merged_exactly(source_heads, kv_heads):
     """To 1e-5 of the logits, since statistics are float32 products; means and rope_rotations are far off.
 
     Groups of one head are exact, also of a source that is GQA already: with what its query heads make of it.
@@ -100,7 +99,7 @@ def test_heads_that_share_what_they_can_share_are_merged_exactly(source_heads, k
     model, alone = doubled(num_key_value_heads=source_heads), kv_heads == source_heads
     if not alone:
         share_heads(model, kv_heads)
-    assert difference(model, merged_by(model, kv_heads, context)) < (1e-9 if alone else 1e-4)
+    assert difference(model, merged_by(model, kv_heads)) < (1e-9 if alone else 1e-4)
     assert alone or difference(model, merge_model(model, kv_heads)) > 1e-1
 
 
@@ -190,17 +189,6 @@ def test_keys_are_the_truncated_svd_of_each_pair(members):
     torch.testing.assert_close(merge_keys(1e-9 * gram[None], weights[None])[0][0], encode)
 
 
-def test_pairs_of_keys_are_weighted_by_their_queries():
-    """Merged pair by pair, a layer's keys are those of merge_keys for its own query energies."""
-    grams, groups = statistics(doubled())[0], torch.arange(8).view(2, 4)
-    energy = torch.diagonal(grams.query, dim1=1, dim2=2).view(8, 2, 4).sum(1)  # of both coordinates of a pair
-    weights = key_weights(energy)
-    expected = merge_keys(group_blocks(grams.key("raw"), groups), weights[groups])
-    merge = unrotated_merge(grams, groups)
-    for matrix, factor in zip((merge.key_in, merge.key_out), expected, strict=True):
-        torch.testing.assert_close(matrix, to_matrix(factor))
-
-
 def test_energy_scores_are_what_merging_the_pair_loses():
     grams = statistics(doubled(num_key_value_heads=4))[0]
     value, output = grams.value("raw"), grams.output
@@ -251,8 +239,7 @@ def test_key_weights_are_root_energies_of_at_least_a_millionth_of_the_mean():
     assert (key_weights(0 * energy) == 1).all()
 
 
-@pytest.mark.parametrize("context", [None, 64])
-def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors(context):
+def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors():
     """closed_form_layer against vectors: all rotated first, then their Grams."""
     groups = torch.tensor([[4, 1, 3], [5, 0, 2]])
     mix = normal(6, 8, 8, seed=9)  # heads that differ in more than a rotation
@@ -263,14 +250,14 @@ def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors(context):
     grams = grams_of(values, keys, queries, outputs)
     value_rotation = torch.linalg.qr(normal(2, 3, 8, 8, seed=7)).Q
     key_rotation = torch.polar(torch.ones(2, 3, 4).double(), 3 * normal(2, 3, 4, seed=8))
-    merge = closed_form_layer(grams, groups, value_rotation, key_rotation, context)
+    merge = closed_form_layer(grams, groups, value_rotation, key_rotation, 64)
     after = [tensor.clone() for tensor in (values, keys, queries, outputs)]
     for place, head in np.ndenumerate(groups.numpy()):
         for heads in (after[0].transpose(0, 1), after[3]):
             heads[head] = heads[head] @ value_rotation[place].T
         for heads in after[1:3]:
             heads[:, head] = rotate_pairs(heads[:, head].T[None], key_rotation[place][None])[0].T
-    expected = unrotated_merge(grams_of(*after), groups, context)
+    expected = unrotated_merge(grams_of(*after), groups)
     for ours, theirs in zip(astuple(merge)[:4], astuple(expected)[:4], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     fit, close = key_fit(grams, groups, to_matrix(key_rotation), 64), {"rtol": 1e-4, "atol": 1e-4}
@@ -298,7 +285,7 @@ def test_a_layer_whose_pairs_rope_scales_loses_and_merges_as_scaled_queries_and_
     def lost(grams, merge):
         return energy_lost(merge, grams, groups, eye, torch.ones(2, 3, 4, dtype=torch.complex128), 64)["keys"]
 
-    merges = [unrotated_merge(each, groups, 64) for each in (grams, expected, unscaled)]
+    merges = [unrotated_merge(each, groups) for each in (grams, expected, unscaled)]
     losses = [lost(grams, merges[0]), lost(expected, merges[1])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] < 0.95 * lost(grams, merges[2])
     key_in, key_out = merges[1].key_in * (both / both[:, None]), merges[1].key_out * (both[:, None] / both)

@@ -181,7 +181,6 @@ def test_rotations_of_the_same_grams_are_those_of_the_cpu(calibrated, criterion)
 
 MERGES = {  # flags of stage 4 -> allowed difference of the merged logits, as a share of the largest
     (): 1e-4,
-    ("--merge", "closed-form", "--merge-keys", "pairs"): 1e-4,
     ("--merge", "closed-form"): 1e-4,
     ("--merge", "closed-form", "--refit"): 1e-3,  # least squares: errors times the condition of the inputs
 }
