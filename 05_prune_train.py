@@ -88,8 +88,6 @@ from common.training.settings import TEXT_LENGTH, Loss, Settings, phases_of, set
 from common.training.sharding import free_memory, joined_ranks, sum_over_ranks
 from common.training.teacher import build_teacher, train_teacher
 
-ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
-
 # The flags of this stage, one an entry: kind, help, default, and whether it must be the same to go on with a
 # training. A default in brackets is [published, with --tasks none, for the demo model].
 FLAGS = {
@@ -173,8 +171,6 @@ FLAGS = {
         Flag("tokens-per-microbatch", cli.positive, "tokens per packed row (default: 2048 on a CPU; on GPUs "
              "a rank's share of a batch, at least 4096, as far as memory suffices by --plan)"),
         Flag("loss-chunk", cli.positive, "tokens per chunk of logits", 512),
-        Flag("attention", ATTENTIONS, "packed: torch's fused kernels on samples as they are packed; the "
-             "others are transformers'", "packed"),
         Flag("dtype", ("float32", "bfloat16"), "of the computation; weights and optimizer state are float32 "
              "(default: bfloat16 on GPUs, float32 on CPUs)"),
         Flag("recompute", bool, "activation checkpointing of every layer (default: on GPUs whose memory "

@@ -71,7 +71,6 @@ def parse():
     flags = Parser(__doc__)
     flags.add_argument("--shape", choices=SHAPES, default="small")
     flags.add_argument("--device", default="cpu", help="cpu or cuda (bfloat16)")
-    flags.add_argument("--attention", default="packed", help="of all models, as in 05_prune_train.py")
     flags.add_argument("--tokens-per-microbatch", type=int, default=2048)
     flags.add_argument("--batch", type=int, default=16, help="samples per step")
     flags.add_argument("--pairs", type=int, default=5, help="paired steps, after one that is not counted")
@@ -120,8 +119,8 @@ class Models:
     def __init__(self, args, ranks, config):
         layers, heads = config.num_hidden_layers, config.num_attention_heads
         compute = torch.bfloat16 if args.device == "cuda" else torch.float32
-        execution = Execution(compute=compute, recompute=args.recompute, attention=args.attention,
-                              compile=args.compile, whole=not args.by_layer)
+        execution = Execution(compute=compute, recompute=args.recompute, compile=args.compile,
+                              whole=not args.by_layer)
         grouped = copy.deepcopy(config)
         grouped.num_key_value_heads = heads // 4
         torch.manual_seed(0)

@@ -36,10 +36,8 @@ class Trainee(nn.Module):
         self.replicated = nn.ParameterDict({name: start.detach().float().clone() for name, start in starts})
 
     def forward(self, row, head_loss=None):
-        # use_cache=False lets transformers derive a block-diagonal mask from the restarting position ids
-        config, head = self.net.config, head_of(self.net)
-        packed = config._attn_implementation == "packed"
-        options = sample_bounds(row, config, head.weight) if packed else {}
+        head = head_of(self.net)
+        options = sample_bounds(row, self.net.config, head.weight)
         for layer in () if self.passes_on else self.net.model.layers:
             layer.self_attn.row = options
         with rope_of_each(row, self.net, self.switch):

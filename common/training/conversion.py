@@ -81,7 +81,7 @@ class TrainingRun:
     @property
     def computation(self) -> dict:
         """What must match on resume because it changes the metrics."""
-        settings = {"dtype": str(self.execution.compute), "attention": self.execution.attention}
+        settings = {"dtype": str(self.execution.compute)}
         args = self.started.args
         commits = hub_commits([*args.text, *args.chat, args.heldout_text])
         return settings | ({HUB_COMMITS: commits} if commits else {})

@@ -5,7 +5,6 @@ import os
 from dataclasses import dataclass, fields, replace
 
 import torch
-from transformers.utils import is_flash_attn_2_available
 
 from common import cli
 from common.cli import Flag
@@ -15,7 +14,7 @@ from common.data.pool import SPLIT, Pool, Sources, load_pool
 from common.data.sources import DataContext, check_sources, choose_chats, hub_commits
 from common.data.text import NONE, is_endless, sequence_length
 from common.errors import UserError
-from common.families import OUTPUTS, needs_eager
+from common.families import OUTPUTS
 from common.kinds import SOURCE
 from common.models import bos_prefix, load_config, load_tokenizer
 from common.run.artifact import Started
@@ -33,7 +32,6 @@ DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 TEACHER_EPOCHS = 2
 SHORTEST_ROW = {False: 2048, True: 4096}  # tokens of a packed row; on GPUs longer ones, where memory suffices
 ROOMY = 2 / 3  # of the usable memory: whole weights save the host's time, of which large models need little
-MASKLESS = "packed", "flash_attention_2"  # the other kinds of attention have a mask of a row's tokens squared
 OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
 
 
@@ -114,15 +112,6 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
     return filled
 
 
-def require_attention(attention: str, config) -> None:
-    """Raise UserError unless this --attention works for a model of this config."""
-    if attention == "flash_attention_2" and not is_flash_attn_2_available():
-        raise UserError("--attention: flash_attention_2 needs the package flash-attn, found none that works")
-    if needs_eager(config) and attention != "packed":  # GPT-OSS's own eager takes a row for one sample
-        raise UserError("--attention: expected packed for a model whose scores have caps or sinks, found "
-                        f"{attention}")
-
-
 def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, cuda: bool,
                    has_teacher: bool) -> dict[str, Schedule]:
     """The schedules of the "teacher" (unless it is given) and of the "student". args: with these defaults."""
@@ -179,7 +168,6 @@ def settle(
     """Read the samples, and fill in every flag that was left out. Raises UserError for what does not fit."""
     source, defaults = conversion.model["path"], defaults_of(flags, conversion, args.tasks)
     config = load_config(source)
-    require_attention(args.attention, config)
     args = with_defaults(args, defaults, conversion, config.max_position_embeddings)
     args.bos = bool(args.bos if args.model else bos_prefix(load_tokenizer(source, args.bos)))
     sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
@@ -195,8 +183,7 @@ def settle(
         pool, heldout = read(sources, source, args, ranks, begun)
     cuda = hardware.on_gpus(args.plan, ranks)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
-    execution = Execution(compute=getattr(torch, dtype), attention=args.attention,
-                          recompute=bool(args.recompute), compile=args.compile)
+    execution = Execution(compute=getattr(torch, dtype), recompute=bool(args.recompute), compile=args.compile)
     run = TrainingRun(directory, teacher, conversion, pool, heldout, ranks, execution,
                       replace(started, args=args))
     has_teacher = find_teacher(run, args.teacher, force)
@@ -229,21 +216,20 @@ def fit(run: TrainingRun, settings: Settings, args, cuda: bool, begun: dict) -> 
 
     ranks, rows = run.ranks, begun.get("tokens_per_microbatch")
     cluster = hardware.parse_hardware(settings.plan) if settings.plan else hardware.cluster_of(ranks)
-    counted = args.attention != "eager"  # whose matrices are not in the plan
     chooses = cuda and args.tokens_per_microbatch is None
     if chooses and rows:
         settings = rows_of(rows)
-    if args.recompute is None and cuda and not (counted and fits(run, settings)):
+    if args.recompute is None and cuda and not fits(run, settings):
         run = replace(run, execution=replace(run.execution, recompute=True))
         ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
-    if chooses and not rows and args.attention in MASKLESS:
+    if chooses and not rows:
         share = plan.longest_share(phases_of(run, settings), cluster)
         tokens = settings.schedule.tokens_per_microbatch
         while tokens < share and fits(run, rows_of(2 * tokens)):
             tokens *= 2
         settings = rows_of(tokens)
     whole = replace(run, execution=replace(run.execution, whole=True))
-    if counted and fits(whole, settings, ROOMY):
+    if fits(whole, settings, ROOMY):
         run = whole
     if cuda:
         gathered = f", weights gathered {'once a row' if run.execution.whole else 'layer by layer'}"

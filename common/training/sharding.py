@@ -105,7 +105,6 @@ class Execution:
     weights: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
     recompute: bool = False  # activation checkpointing of every decoder layer
-    attention: str = "packed"
     compile: bool = False  # every decoder layer, by torch.compile
     whole: bool = False  # gathered once a row, not layer by layer; a process by itself shards nothing
 
@@ -197,7 +196,7 @@ def build(config, ranks: Ranks, execution: Execution, sources=None, prepare=None
     parameters stay uninitialized until checkpoints.load. prepare(model) changes the modules before sharding.
     replicated: name -> initial value of each parameter that every rank holds unsharded.
     """
-    model = empty_model("", config, execution.weights, ranks.device, execution.attention)
+    model = empty_model("", config, execution.weights, ranks.device, attention="packed")
     if prepare:
         with torch.device("meta"):
             prepare(model)

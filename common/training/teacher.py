@@ -24,7 +24,7 @@ from common.training.sharding import Execution, Ranks, build
 from common.training.students import Rates, student_optimizer
 
 # settings that only round a result, or are told by the samples
-NOT_COMPARED = ("tokens_per_microbatch", "reduce", "dtype", "attention", HUB_COMMITS)
+NOT_COMPARED = ("tokens_per_microbatch", "reduce", "dtype", HUB_COMMITS)
 
 
 def build_teacher(path: str, ranks: Ranks, execution: Execution) -> Trainee:

@@ -92,7 +92,7 @@ def test_as_many_layers_as_a_gpu_holds(whole):
 
 def test_the_other_students_hold_twelve_bytes_a_parameter(group_of_one):
     """On a CPU, where they compute in the weights' dtype."""
-    args = step_arguments(attention="packed", compile=False)
+    args = step_arguments(compile=False)
     config = train_step.model_config(args)
     models, samples = train_step.Models(args, group_of_one, config), train_step.random_samples(2, 1280)
     rows = train_step.lay_out(samples, 600, "cpu")

@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stand_in import StandIn, run
-from transformers.utils import is_flash_attn_2_available
 
 from common import attention, models
 from common.data.decoding import Decoder
@@ -237,9 +236,6 @@ def test_layer_by_layer_the_same_bytes_are_written(calibrated, tmp_path):
 
 
 WINDOW = {"model_type": "mistral", "sliding_window": 12}
-NO_FLASH = not (torch.cuda.is_available() and is_flash_attn_2_available())
-FLASH = pytest.param("flash_attention_2", torch.bfloat16,
-                     marks=pytest.mark.skipif(NO_FLASH, reason="needs flash-attn"))
 
 
 @pytest.fixture
@@ -264,18 +260,18 @@ def expects_varlen(dtype) -> bool:
     return dtype == torch.bfloat16 and (DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 0))
 
 
-@pytest.mark.parametrize("kernel, dtype", [("packed", torch.float32), ("packed", torch.bfloat16), FLASH])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 2}, WINDOW], ids=["mha", "gqa", "window"])
-def test_attention_to_a_packed_row_is_that_of_one_sample_at_a_time(kernel, dtype, options, varlen_calls):
+def test_attention_to_a_packed_row_is_that_of_one_sample_at_a_time(dtype, options, varlen_calls):
     """Hidden states and gradients, against eager attention to each sample alone in float32: at most twice as
     far off as the same in this dtype. Attention across samples is an error of 1.
     """
     samples = random_samples(5)
     model = {"head_dim": 32, "hidden_size": 64} | options  # a size that every fused kernel takes
     results = []
-    for name, chosen in ((kernel, dtype), ("eager", dtype), ("eager", torch.float32)):
+    for name, chosen in (("packed", dtype), ("eager", dtype), ("eager", torch.float32)):
         trainee = Trainee(tiny_model(attn_implementation=name, **model)).to(DEVICE, chosen)
-        groups = [samples] if name == kernel else [[sample] for sample in samples]
+        groups = [samples] if name == "packed" else [[sample] for sample in samples]
         rows = [trainee(build_row(group, len(samples)).to(DEVICE)) for group in groups]
         hidden = torch.cat(rows).float()
         weights = torch.linspace(-1, 1, hidden.numel(), device=DEVICE).view_as(hidden)
@@ -283,7 +279,7 @@ def test_attention_to_a_packed_row_is_that_of_one_sample_at_a_time(kernel, dtype
         results.append([hidden.detach(), *(p.grad.float() for p in trainee.net.model.parameters())])
     for packed, rounded, exact in zip(*results, strict=True):
         assert relative_error(packed, exact) <= max(2 * relative_error(rounded, exact), 1e-5)
-    assert bool(varlen_calls) == (kernel == "packed" and expects_varlen(dtype))
+    assert bool(varlen_calls) == expects_varlen(dtype)
 
 
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])

@@ -164,7 +164,6 @@ def test_the_plan_has_a_teacher_only_where_one_will_be_trained(aligned_run, fini
 
 @pytest.mark.parametrize("needed, flags, expected", [
     (True, [], True), (False, [], False), (True, ["--no-recompute"], False),
-    (False, ["--attention", "eager"], True),  # whose matrices the plan does not count
 ])
 def test_layers_are_recomputed_where_needed_or_asked_for(
     aligned_run, inputs, monkeypatch, needed, flags, expected

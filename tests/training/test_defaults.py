@@ -1,7 +1,6 @@
 """The flags of stage 5: published values, those of the demo model, budgets, and what is refused."""
 
 import argparse
-import contextlib
 from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
@@ -21,7 +20,6 @@ from common.training.engine import Schedule, batch_for, epochs_to_steps, publish
 from common.training.heldout import QUESTIONS
 from common.training.plan import longest_share
 from common.training.sharding import Execution, Ranks
-from models import FAMILIES, tiny_model
 from reference import SCHEDULE, stage5
 from runs import flags
 
@@ -76,7 +74,7 @@ def test_published_numbers():
     assert OF_DEMO.keys() == PUBLISHED.keys() == WITHOUT_TASKS.keys()
     assert settings.TEACHER_EPOCHS == 2
     assert (settings.TEXT_LENGTH, QUESTIONS) == (512, 16)  # ours
-    assert {*records.MASKS} == {*mask_state.MASKS, "off"}
+    assert {*kinds.MASKS} == {*mask_state.MASKS, "off"}
     assert [published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
     steps = [epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
     assert steps == [11530, 23060, 34590] and epochs_to_steps(2, 147_580, 128) == 2306
@@ -162,16 +160,6 @@ def fitted(monkeypatch, tmp_path, needs, *words, force=False, lengths=(500, 500)
     return chosen.schedule.tokens_per_microbatch, run.execution.recompute, run.execution.whole
 
 
-@pytest.mark.parametrize(("name", "attention", "refused"), [
-    ("gemma2", "packed", False), ("gemma2", "eager", True), ("gpt_oss", "sdpa", True),
-    ("olmo", "eager", False),
-])
-def test_attention_of_scores_with_caps_or_sinks_is_packed(name, attention, refused):
-    config = tiny_model(**FAMILIES[name]).config
-    with pytest.raises(UserError, match="expected packed") if refused else contextlib.nullcontext():
-        settings.require_attention(attention, config)
-
-
 def test_memory_decides_rows_recomputing_and_gathering(monkeypatch, tmp_path):
     """Rows double from 4096 tokens to a rank's share of a batch, 64 x 500 / 8 = 4000, 64 x 4000 / 8 = 32000,
     and two standard deviations; each rank may hold the tokens of a row, more if it keeps weights whole.
@@ -191,8 +179,6 @@ def test_memory_decides_rows_recomputing_and_gathering(monkeypatch, tmp_path):
     assert fit(32700, **long) == (16384, False, True)  # 21384 is less than two thirds
     assert fit(4000, **long) == (8192, True, False)  # 2048 of 4096 tokens' activations, or four times fewer
     assert fit(1e9, "--tokens-per-microbatch", "100", **long) == (100, False, True)
-    assert fit(1e9, "--attention", "eager", **long) == (4096, True, False)
-    assert fit(1e9, "--attention", "sdpa", **long) == (4096, False, True)  # its mask is of tokens squared
     assert fit(1e9, cuda=False, **long) == (4096, False, True)
     assert fit(1, cuda=False, **long) == (4096, False, False)
     for name in ("teacher.train", "train"):  # of a training that was begun: the student's rather

@@ -209,23 +209,22 @@ def test_a_process_group_is_left_after_an_error():
         assert not dist.is_initialized()
 
 
-def test_activation_checkpointing_and_attention_as_asked_for_give_the_same_gradients(group_of_one, tmp_path):
+def test_activation_checkpointing_gives_the_same_gradients(group_of_one, tmp_path):
     source, gradients = save_tiny(tmp_path / "model"), []
-    for recompute, attention in ((False, "packed"), (True, "packed"), (False, "sdpa")):
-        trainee = built(source, group_of_one, Execution(recompute=recompute, attention=attention))
+    for recompute in (False, True):
+        trainee = built(source, group_of_one, Execution(recompute=recompute))
         trainee(build_row(SAMPLES, 3)).square().sum().backward()
         layer = trainee.net.model.layers[0]
         gradients.append(layer.self_attn.q_proj.weight.grad.to_local().clone())
         assert layer.gradient_checkpointing == recompute
-        assert trainee.net.config._attn_implementation == attention
+        assert trainee.net.config._attn_implementation == "packed"
     torch.testing.assert_close(gradients[1], gradients[0])
-    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=1)  # would not do
 @pytest.mark.parametrize("execution", [
-    Execution(compile=True), Execution(compile=True, recompute=True, attention="sdpa"),
+    Execution(compile=True), Execution(compile=True, recompute=True),
 ], ids=["packed", "recomputed"])  # fmt: skip
 def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path, monkeypatch, execution):
     """For rows of any length: what the second is compiled to serves all that follow, in every layer."""
@@ -234,6 +233,8 @@ def test_compiled_layers_give_the_same_gradients(group_of_one, tmp_path, monkeyp
     compiled = []
     for each in (replace(execution, compile=False), execution):
         trainee = built(source, group_of_one, each)
+        if each.recompute:  # around a CPU's call per sample nothing is compiled
+            trainee.net.set_attn_implementation("sdpa")
         for count in (3, 2, 5, 4):
             samples = [Sample(tuple(range(1, 3 + count + i)), (3, 4)) for i in range(count)]
             trainee(build_row(samples, count)).square().sum().backward()
