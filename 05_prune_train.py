@@ -149,7 +149,6 @@ FLAGS = {
         Flag("clip", cli.non_negative_float, "maximum gradient norm; 0: no clipping", 1.0),
         Flag("kl-on", ("prompt", "all"), "tokens of the KL term: prompt, as in the authors' code; all: "
              "answers, too", ["prompt", "all", "prompt"], resumed=True),
-        Flag("temperature", cli.factor, "of the KL term", 1.0, resumed=True),
         Flag("seed", cli.seed, "random seed for batches and mask noise", 0, resumed=True),
     ],
     "held-out measurement: KL to the teacher, next-token loss, top-1 agreement": [
@@ -219,7 +218,7 @@ def distill(step: Step, teacher, loss: Loss) -> None:
         with torch.no_grad():
             hidden = teacher(row)  # [tokens, hidden]; logits are formed in the loss, a chunk at a time
         total, terms = distillation_loss(
-            student, row, hidden, head, loss.kl_on, loss.temperature, step.schedule.loss_chunk)
+            student, row, hidden, head, loss.kl_on, step.schedule.loss_chunk)
         step.backward(total, **terms)
 
 

@@ -103,8 +103,8 @@ def staged(source, blended, kind: str, start: torch.Tensor) -> list[tuple]:
         every, prompt = (stage5.Step(job, SCHEDULE, rows, SAMPLES) for _ in range(2))
         z, sizes = held.draw(number), held.expected()
         masks.set_masks(student.net, z.detach().requires_grad_())
-        stage5.distill(every, teacher, stage5.Loss("all", temperature=1.0, l0_weight=1.0))
-        stage5.masked_step(prompt, held, teacher, stage5.Loss("prompt", temperature=1.0, l0_weight=1.0))
+        stage5.distill(every, teacher, stage5.Loss("all", l0_weight=1.0))
+        stage5.masked_step(prompt, held, teacher, stage5.Loss("prompt", l0_weight=1.0))
         noiseless = student.net.model.layers[0].self_attn.k_proj.z
         metrics.append((z, noiseless, held.log_alpha.clone(), sizes, prompt.metrics["l0"],
                         prompt.metrics["loss"], every.totals["loss"], gradients[-1]))

@@ -138,7 +138,7 @@ class Models:
             self.plain = build(config, ranks, execution, lambda name: (mha, name))
             self.gqa = build(grouped, ranks, execution, lambda name: (gqa, name))
             dist.barrier()  # before the directory goes
-        self.loss = stage5.Loss(kl_on="prompt", temperature=1.0, l0_weight=1.0)
+        self.loss = stage5.Loss(kl_on="prompt", l0_weight=1.0)
         self.schedule = Schedule(
             STEPS, args.batch, warmup=32, clip=1.0, seed=0, save_steps=None, save_minutes=20,
             tokens_per_microbatch=args.tokens_per_microbatch, loss_chunk=args.loss_chunk, print_every=1)

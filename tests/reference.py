@@ -41,7 +41,7 @@ STEPS = 5
 SCHEDULE = Schedule(steps=STEPS, batch=2, warmup=1, clip=1.0, seed=0, tokens_per_microbatch=64,
                     save_steps=None, save_minutes=60.0, print_every=100, loss_chunk=7)
 RATES = Rates(1e-2, beta2=0.999, weight_decay=0.0)
-LOSS = stage5.Loss(kl_on="prompt", temperature=1.0, l0_weight=1.0)
+LOSS = stage5.Loss(kl_on="prompt", l0_weight=1.0)
 ALONE = Ranks(0, 1, torch.device("cpu"))
 NOTHING = Heldout({}, 1)
 IN_FLOAT32 = Execution()
@@ -93,19 +93,15 @@ def sample_logits(trainee, sample: Sample) -> torch.Tensor:
         return trainee.net(input_ids=tokens, use_cache=False).logits[0, :-1]
 
 
-def distillation_terms(student, teacher, kl_on="prompt", temperature=1.0) -> dict[str, torch.Tensor]:
-    """Eq. 30's two terms from whole logits: means over a sample's tokens, then over the samples.
-
-    The KL is of softened distributions, times the temperature squared so that gradients keep their size.
-    """
+def distillation_terms(student, teacher, kl_on="prompt") -> dict[str, torch.Tensor]:
+    """Eq. 30's two terms from whole logits: means over a sample's tokens, then over the samples."""
     terms = {"kl": 0.0, "bild": 0.0}
     for sample in SAMPLES:
         prompt = len(sample.prompt) - 1
         ours, theirs = sample_logits(student, sample), sample_logits(teacher, sample).detach()
         last = prompt if kl_on == "prompt" else None
         answer = [paper.bild(*logits) for logits in zip(ours[prompt:], theirs[prompt:], strict=True)]
-        kl = temperature**2 * paper.kl(ours[:last] / temperature, theirs[:last] / temperature).mean()
-        terms["kl"] = terms["kl"] + kl / len(SAMPLES)
+        terms["kl"] = terms["kl"] + paper.kl(ours[:last], theirs[:last]).mean() / len(SAMPLES)
         terms["bild"] = terms["bild"] + sum(answer) / len(answer) / len(SAMPLES)
     return terms
 

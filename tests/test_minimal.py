@@ -113,7 +113,7 @@ def test_ten_masked_steps_have_the_losses_of_stage_5(road, group_of_one):
     rates = students.Rates(minimal.LR, 0.999, 0.0)
     optimizer = students.masked_optimizer(student, rates, "l0", minimal.MASK_LR)
     masks = mask_state.MASKS["l0"](student.replicated, SCHEDULE.steps, 0)
-    loss = stage5.Loss(kl_on="prompt", temperature=1.0, l0_weight=minimal.L0_WEIGHT)
+    loss = stage5.Loss(kl_on="prompt", l0_weight=minimal.L0_WEIGHT)
     job, sizes = Job(student, optimizer, str(home), group_of_one), []
     for number, (L_KL, L_BiLD, L_L0, z) in enumerate(itertools.islice(steps, 10)):
         job.step = number

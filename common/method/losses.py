@@ -9,7 +9,6 @@ samples, "prompt", "answer" and "all", the weight of each position, PART_weight 
 """
 
 import contextlib
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +23,10 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, targets, reduction="none")
 
 
-def kl(student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """KL(teacher || student) over the vocabulary: logits [n, V], [n, V] -> [n] nats.
-
-    At another temperature it is multiplied by its square, so that gradients keep their size.
-    """
-    if temperature != 1:
-        student, teacher = student / temperature, teacher / temperature
+def kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || student) over the vocabulary: logits [n, V], [n, V] -> [n] nats."""
     student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
-    return F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1) * temperature**2
+    return F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
 
 
 def differences(logits: torch.Tensor) -> torch.Tensor:
@@ -68,7 +62,6 @@ def distillation_loss(
     teacher_hidden: torch.Tensor,  # [T, hidden], the teacher's for this row
     teacher_head,
     kl_on: str,  # tokens of the KL term: "prompt", as in the authors' code, or "all"
-    temperature: float,  # of the KL term
     chunk: int,  # tokens whose logits are in memory at a time
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Eq. 30: L = KL(teacher || student) on prompt tokens + BiLD(student, teacher) on answer tokens.
@@ -77,7 +70,7 @@ def distillation_loss(
     row's contribution. A text has no answer, so all its tokens get the KL. Returns L, differentiable, and its
     TERMS, detached: scalars.
     """
-    terms = TERMS | {"kl": (partial(kl, temperature=temperature), kl_on)}
+    terms = TERMS | {"kl": (kl, kl_on)}
     sums = {name: torch.zeros((), device=row.targets.device) for name in terms}
 
     def loss(part, at, student_logits):  # [c, V], of the tokens `at`: all prompt or all answer

@@ -40,7 +40,6 @@ class Loss:
     """The student's loss (Eq. 31)."""
 
     kl_on: str  # tokens of the KL term: "prompt" or "all"
-    temperature: float  # of the KL term
     l0_weight: float
 
 
@@ -194,7 +193,7 @@ def settle(
     resumed = {flag.attribute: getattr(args, flag.attribute) for flag in flags if flag.resumed}
     settings = Settings(
         sources=sources, teacher=args.teacher, masks=args.masks, train=args.train, seed=args.seed,
-        loss=Loss(args.kl_on, args.temperature, args.l0_weight), mask_lr=args.mask_lr,
+        loss=Loss(args.kl_on, args.l0_weight), mask_lr=args.mask_lr,
         rates=rates, teacher_rates=teacher_rates, schedule=schedules["student"],
         teacher_schedule=schedules.get("teacher"), plan=args.plan, force=force, resumed=resumed)
     return fit(run, settings, args, cuda, begun)

@@ -52,7 +52,7 @@ def train(student, teacher, optimizer, rows: list) -> None:
         reduce_gradients(student, last=number == len(rows), every_row=False)
         with torch.no_grad():
             hidden = teacher(row)
-        loss, _ = distillation_loss(student, row, hidden, head_of(teacher.net), "prompt", 1.0, CHUNK)
+        loss, _ = distillation_loss(student, row, hidden, head_of(teacher.net), "prompt", CHUNK)
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
