@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from common import cli
 from common.data.chat import has_tokens, load_chats, load_tokenized
 from common.data.data_sets import COMMITS
 from common.data.pool import Pool, Sources, load_pool, samples_digest
@@ -221,17 +220,6 @@ def test_a_sample_without_a_prompt_is_named_by_its_row(inputs, tmp_path, group_o
     monkeypatch.setattr("common.data.pool.tokenize", lambda example, tokenizer: next(samples))
     with pytest.raises(UserError, match="piqa.train.jsonl row 2: expected a prompt, found none"):
         pool_of(tmp_path, inputs["model"], group_of_one, tasks=inputs["tasks"], only=["piqa"])
-
-
-def test_a_plan_leaves_no_tokens_in_place_of_generated_ones(chats, tmp_path, group_of_one):
-    """Zeros, of chats half of them answers, as only their number matters."""
-    context = context_of(tmp_path, chats[0], group_of_one, plan=True)
-    pool = load_pool(Sources(text=["generated"], chat=["generated"], text_tokens=33, text_length=11), context)
-    assert [sample.prompt for sample in pool.texts] == [[0] * 11] * 3 and list(tmp_path.rglob("*.npy"))
-    assert [list(map(list, sample.segments)) for sample in pool.answered] == [[[0] * 5, [0] * 6]] * 3
-    del pool
-    cli.cleanup.close()
-    assert not list(tmp_path.rglob("*.npy"))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common import kinds
 from common.data.demo import DEMO
 from common.data.pool import Pool
 from common.data.rows import Sample
