@@ -22,7 +22,7 @@ hidden x 4 bytes). Both modes write the same bytes.
 """
 
 import argparse
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import os
 
 import torch
@@ -37,7 +37,6 @@ from common.calibration import (
     write_layer,
     write_tokens,
 )
-from common.cli import device, peak_memory, positive, run_stage, stage_parser
 from common.data import demo
 from common.data.data_sets import DATA_SET
 from common.data.demo import resolve_model
@@ -45,7 +44,10 @@ from common.data.sources import DataContext, choose_chats, read_sequences
 from common.data.text import EXPECTED, digests_of, sequence_length
 from common.layers import Layers
 from common.run.artifact import begin_stage, write_directory, write_record
+from common.run.errors import run_stage
 from common.run.files import stamp
+from common.run.flags import device, positive, stage_parser
+from common.run.progress import peak_memory
 
 
 def parse():

@@ -15,22 +15,22 @@ authors' code squares it). Values are aligned by any orthogonal map, keys by one
 Qwen3 by a sign flip where q_norm and k_norm do not commute with a rotation; in OLMo 2 and 3 by quarters).
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import os
 
 import torch
 from safetensors.torch import save_file
 
 from common.calibration import Calibration
-from common.cli import device, positive, run_stage, stage_parser
 from common.closed_form.layer import score_pairs
-from common.errors import UserError
 from common.families import key_context
 from common.method.procrustes import pair_mean
 from common.models import pick_device
-from common.progress import Progress
 from common.reporting import plots
 from common.run.artifact import begin_stage, input_digests, write_directory, write_record
+from common.run.errors import UserError, run_stage
+from common.run.flags import device, positive, stage_parser
+from common.run.progress import Progress
 
 TENSORS, PICTURES = "similarity.safetensors", ("similarity.png", "pairs.png")
 COLUMNS = ("key.cos", "value.cos", "key.dist", "value.dist")

@@ -14,12 +14,11 @@ improvements are kept. --by none groups adjacent heads; --by energy (minus the e
 is meant for 04_align.py --merge closed-form.
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import os
 
 import numpy as np
 
-from common.cli import positive, run_stage, seed, stage_parser
 from common.closed_form.layer import similarity_by
 from common.families import check_kv_heads
 from common.kinds import BY, CRITERION
@@ -33,6 +32,8 @@ from common.run.artifact import (
     write_directory,
     write_record,
 )
+from common.run.errors import run_stage
+from common.run.flags import positive, seed, stage_parser
 
 PICTURE = "groups.png"
 

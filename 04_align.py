@@ -31,7 +31,7 @@ If the command is stopped, the same one goes on: with the aligned model that was
 layer that was not refitted. Another command, or another version, removes what that one left.
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import os
 import shutil
 from dataclasses import dataclass
@@ -42,19 +42,16 @@ from safetensors.torch import load_file, save_file
 
 from common import models
 from common.calibration import Calibration
-from common.cli import device, peak_memory, positive, run_stage, stage_parser
 from common.closed_form.layer import choose_merges
 from common.closed_form.refit import ERRORS, Refit
 from common.data.sources import DataContext, begun, read_sequences, read_unread, unread_length
 from common.data.text import EVALUATION, digests_of
 from common.equivalence import max_difference, mean_kl, perplexity_of, require_close
-from common.errors import Complete, UserError
 from common.families import key_context, merged_parameters, norm_kind
 from common.kinds import CRITERION, MERGES, REFITS, find_group_fault
 from common.layers import CheckpointWriter, Layers
 from common.method.merge import fuse_groups, merge_layer, merged_config
 from common.method.procrustes import align_layer, within_group_cosine
-from common.progress import Progress
 from common.run.artifact import (
     RECORD,
     Parts,
@@ -66,6 +63,9 @@ from common.run.artifact import (
     write_directory,
     write_record,
 )
+from common.run.errors import Complete, UserError, run_stage
+from common.run.flags import device, positive, stage_parser
+from common.run.progress import Progress, peak_memory
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
 ROUNDING = 8  # times the source's own difference from float64 is rounding, too; measured: about once

@@ -36,7 +36,7 @@ finished student further, export it and start from there: --name more --student 
 
 The same command resumes from the last intact checkpoint; with the same number of processes, a killed run ends
 bit-identical to an uninterrupted one (without --compile; on GPUs with --deterministic). On SIGTERM, SIGUSR1,
-Ctrl-C, a terminal that hangs up or output that is closed, it finishes the step, saves and exits with 75
+Ctrl-C or a terminal that hangs up, it finishes the step, saves and exits with 75
 (torchrun itself exits with 1), so "05 && 06" stops there. torchrun waits 30 s for that save: pass
 --shutdown-timeout 600 if it takes longer. --force moves train/ and teacher/ aside (to train.old-1/, ...) and
 starts over; repeat the command without it to resume. A teacher given by --teacher is left alone.
@@ -47,20 +47,17 @@ authors' code), with --tasks none to values for text, or for the demo model to v
 """
 
 import argparse
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import os
 from dataclasses import replace
 
 import torch
 
-from common import cli
-from common.cli import Flag, run_stage, stage_parser
 from common.data import demo
 from common.data.data_sets import DATA_SET
 from common.data.rows import TABLE_NAMES
 from common.data.tasks import TASKS
 from common.data.text import NONE, is_generated
-from common.errors import UserError
 from common.head import head_of
 from common.kinds import SOURCE
 from common.method.losses import distillation_loss
@@ -68,6 +65,7 @@ from common.method.masks import blended_name, l0_loss, set_masks
 from common.metrics import CHAT_SET, METRICS, OPEN_MASKS, TEXT_SET, outcome, read_metrics, summarize
 from common.models import config_file, fingerprint
 from common.reporting import plots
+from common.run import flags, progress
 from common.run.artifact import (
     RECORD,
     Started,
@@ -77,6 +75,8 @@ from common.run.artifact import (
     verify_files,
     write_record,
 )
+from common.run.errors import UserError, run_stage
+from common.run.flags import Flag, stage_parser
 from common.training import checkpoints, hardware, plan, students
 from common.training.conversion import STAGE, TrainingRun, read_conversion
 from common.training.disk import print_disk
@@ -98,11 +98,11 @@ FLAGS = {
         Flag("text", str, f"c4, demo, {DATA_SET} or .txt, {TABLE_NAMES} files with a column text, generated "
              "by the source model, generated:FILE, which continues FILE's documents, or none (default: none; "
              "for the demo model: demo)", nargs="+", metavar="SOURCE"),
-        Flag("text-length", cli.positive, f"tokens per sample of text (default: {TEXT_LENGTH}, or the "
+        Flag("text-length", flags.positive, f"tokens per sample of text (default: {TEXT_LENGTH}, or the "
              "model's limit if lower)"),
         Flag("bos", bool, "begin every sample of text and every task's prompt with the begin-of-sequence "
              "token (default: if the tokenizer does so itself; the authors' code: no)"),
-        Flag("text-tokens", cli.positive, "tokens to take from each source of text, and of chats that are "
+        Flag("text-tokens", flags.positive, "tokens to take from each source of text, and of chats that are "
              "generated or, at most, from the hub (default: all; c4, hf: and generated need this flag)"),
         Flag("chat", str, f"{DATA_SET} or {TABLE_NAMES} files with a column messages, for the tokenizer's "
              "chat template, cut at the model's limit; generated; or none (default: generated if --text is "
@@ -111,7 +111,7 @@ FLAGS = {
     "teacher and student": [
         Flag("teacher", str, "SFT teacher, to share between runs, trained if missing; or source, the "
              "untouched model (default: RUN/teacher; with --tasks none: source)", metavar="DIR"),
-        Flag("name", cli.name, "write RUN/train-NAME/ instead of RUN/train/"),
+        Flag("name", flags.name, "write RUN/train-NAME/ instead of RUN/train/"),
         Flag("student", str, "start from this exported student instead of merged/ (with --masks off)",
              metavar="DIR"),
         Flag("masks", (*MASKS, "off"), "l0-released: as in the authors' code, which moves them along a "
@@ -122,54 +122,55 @@ FLAGS = {
              "gradients and no optimizer state", "all", resumed=True),
     ],
     "length of training": [
-        Flag("teacher-epochs", cli.epochs, "SFT epochs over samples with answers (published: 2)"),
-        Flag("teacher-steps", cli.positive, "instead of --teacher-epochs"),
-        Flag("epochs", cli.epochs, "pruning epochs (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
+        Flag("teacher-epochs", flags.epochs, "SFT epochs over samples with answers (published: 2)"),
+        Flag("teacher-steps", flags.positive, "instead of --teacher-epochs"),
+        Flag("epochs", flags.epochs, "pruning epochs (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
              "other group sizes need this flag or --steps; 1 with --tasks none)"),
-        Flag("steps", cli.positive, "instead of --epochs"),
+        Flag("steps", flags.positive, "instead of --epochs"),
     ],
     "optimization": [
-        Flag("lr", cli.rate, "student's peak learning rate", [1e-5, 2e-4, 2e-3], resumed=True),
-        Flag("merged-lr-factor", cli.factor, "factor on --lr for the shared projections (the authors' code: "
-             "2)", 1.0, resumed=True),
-        Flag("rest-lr-factor", cli.factor, "factor on --lr for all weights outside attention",
+        Flag("lr", flags.rate, "student's peak learning rate", [1e-5, 2e-4, 2e-3], resumed=True),
+        Flag("merged-lr-factor", flags.factor, "factor on --lr for the shared projections (the authors' "
+             "code: 2)", 1.0, resumed=True),
+        Flag("rest-lr-factor", flags.factor, "factor on --lr for all weights outside attention",
              [1.0, 0.25, 1.0], resumed=True),
-        Flag("mask-lr", cli.rate, "learning rate of log alpha", [1e-2, 1e-2, 0.5], resumed=True),
-        Flag("l0-weight", cli.non_negative_float, "L0 weight", [1.0, 1.0, 30.0], resumed=True),
-        Flag("batch", cli.batch, f"samples per step over all ranks; with --tasks none for {FEWEST_STEPS} "
+        Flag("mask-lr", flags.rate, "learning rate of log alpha", [1e-2, 1e-2, 0.5], resumed=True),
+        Flag("l0-weight", flags.non_negative_float, "L0 weight", [1.0, 1.0, 30.0], resumed=True),
+        Flag("batch", flags.batch, f"samples per step over all ranks; with --tasks none for {FEWEST_STEPS} "
              "steps, within 2 to 64", [64, None, 16]),
-        Flag("warmup", cli.positive, "warm-up steps, by default at most a tenth of all steps", [32, 32, 20]),
-        Flag("teacher-lr", cli.rate, "SFT peak learning rate", [1e-5, 1e-5, 1e-3]),
-        Flag("teacher-batch", cli.batch, "SFT samples per step", [128, 128, 32]),
-        Flag("teacher-warmup", cli.positive, "SFT warm-up steps, by default at most a fifth of all steps",
+        Flag("warmup", flags.positive, "warm-up steps, by default at most a tenth of all steps",
+             [32, 32, 20]),
+        Flag("teacher-lr", flags.rate, "SFT peak learning rate", [1e-5, 1e-5, 1e-3]),
+        Flag("teacher-batch", flags.batch, "SFT samples per step", [128, 128, 32]),
+        Flag("teacher-warmup", flags.positive, "SFT warm-up steps, by default at most a fifth of all steps",
              [16, 16, 20]),
-        Flag("beta2", cli.beta, "of AdamW", [0.95, 0.95, 0.999], resumed=True),
-        Flag("weight-decay", cli.probability, "of AdamW; norms, biases, masks and the shared projections "
+        Flag("beta2", flags.beta, "of AdamW", [0.95, 0.95, 0.999], resumed=True),
+        Flag("weight-decay", flags.probability, "of AdamW; norms, biases, masks and the shared projections "
              "have none", [1e-4, 1e-4, 0.0], resumed=True),
-        Flag("clip", cli.non_negative_float, "maximum gradient norm; 0: no clipping", 1.0),
+        Flag("clip", flags.non_negative_float, "maximum gradient norm; 0: no clipping", 1.0),
         Flag("kl-on", ("prompt", "all"), "tokens of the KL term: prompt, as in the authors' code; all: "
              "answers, too", ["prompt", "all", "prompt"], resumed=True),
-        Flag("seed", cli.seed, "random seed for batches and mask noise", 0, resumed=True),
+        Flag("seed", flags.seed, "random seed for batches and mask noise", 0, resumed=True),
     ],
     "held-out measurement: KL to the teacher, next-token loss, top-1 agreement": [
         Flag("heldout-text", str, "c4, demo or hf:... (their held-out parts), a file or generated as for "
              "--text, split (the held-out parts of --text), or none (default: c4 if --text has it; demo for "
              "the demo model; else split)", metavar="SOURCE"),
-        Flag("heldout-sequences", cli.positive, "number of texts to measure, of --text-length tokens each; "
+        Flag("heldout-sequences", flags.positive, "number of texts to measure, of --text-length tokens each; "
              "as many others are written to heldout.npy, for stage 7; with split, fewer where the held-out "
              "parts are short; of generated text, a tenth of what is trained on", 32),
-        Flag("heldout-chats", cli.non_negative, "number of chats to measure, of the held-out parts of "
+        Flag("heldout-chats", flags.non_negative, "number of chats to measure, of the held-out parts of "
              "--chat; as many others are written to heldout_chats.jsonl, for stage 7; of generated ones, a "
              "tenth of what is trained on", 32),
-        Flag("heldout-questions", cli.non_negative, "first N of each task's validation split (default: "
+        Flag("heldout-questions", flags.non_negative, "first N of each task's validation split (default: "
              f"{QUESTIONS}, of tasks that have one)"),
-        Flag("heldout-every", cli.positive, "steps between measurements; merged/, the first and the last "
+        Flag("heldout-every", flags.positive, "steps between measurements; merged/, the first and the last "
              "step are measured, too", 50),
     ],
     "execution": [
-        Flag("tokens-per-microbatch", cli.positive, "tokens per packed row (default: 2048 on a CPU; on GPUs "
-             "a rank's share of a batch, at least 4096, as far as memory suffices by --plan)"),
-        Flag("loss-chunk", cli.positive, "tokens per chunk of logits", 512),
+        Flag("tokens-per-microbatch", flags.positive, "tokens per packed row (default: 2048 on a CPU; on "
+             "GPUs a rank's share of a batch, at least 4096, as far as memory suffices by --plan)"),
+        Flag("loss-chunk", flags.positive, "tokens per chunk of logits", 512),
         Flag("dtype", ("float32", "bfloat16"), "of the computation; weights and optimizer state are float32 "
              "(default: bfloat16 on GPUs, float32 on CPUs)"),
         Flag("recompute", bool, "activation checkpointing of every layer (default: on GPUs whose memory "
@@ -178,9 +179,9 @@ FLAGS = {
         Flag("deterministic", True, "on GPUs: only kernels that give the same bits each time, slower"),
         Flag("reduce", ("step", "row"), "reduce gradients over ranks once a step, or after every packed "
              "row: more traffic, but no rank holds its rows' gradients complete", "step"),
-        Flag("save-minutes", cli.non_negative_float, "maximum minutes between checkpoints", 20),
-        Flag("save-steps", cli.positive, "also save every so many steps"),
-        Flag("print-every", cli.positive, "steps between printed lines; metrics.jsonl has every step", 1),
+        Flag("save-minutes", flags.non_negative_float, "maximum minutes between checkpoints", 20),
+        Flag("save-steps", flags.positive, "also save every so many steps"),
+        Flag("print-every", flags.positive, "steps between printed lines; metrics.jsonl has every step", 1),
     ],
     "a plan, which trains nothing": [
         Flag("plan", str, "only print memory, FLOPs, time and disk on DEVICE: "
@@ -189,16 +190,16 @@ FLAGS = {
         Flag("model", str, "plan for this model, not for RUN: a config.json, a directory that has one, or a "
              "hub name, of which nothing else is downloaded; for the published training sets or, with "
              "--tasks none, for --text-tokens of text", metavar="NAME"),
-        Flag("kv-heads", cli.positive, "with --model: kv heads to keep"),
+        Flag("kv-heads", flags.positive, "with --model: kv heads to keep"),
     ],
 }
 
 
 def parse():
     parser = stage_parser(__doc__)
-    for title, flags in FLAGS.items():
+    for title, section in FLAGS.items():
         parser.section(title)
-        for flag in flags:
+        for flag in section:
             parser.add_flag(flag)
     args = parser.parse_args()
     if args.compile and args.deterministic:  # a resumed run begins with other rows
@@ -386,8 +387,8 @@ def print_plan(run: TrainingRun, settings: Settings) -> None:
 def prune_train(args, started: Started, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     conversion = expected_conversion(args) if args.model else read_conversion(args.run, ranks, args.student)
-    flags = [flag for section in FLAGS.values() for flag in section]
-    settings, run = settle(args, flags, conversion, started, ranks)
+    table = [flag for section in FLAGS.values() for flag in section]
+    settings, run = settle(args, table, conversion, started, ranks)
     if settings.plan:
         if ranks.first:
             print_plan(run, settings)
@@ -419,7 +420,7 @@ def main() -> int:
     if args.model:
         # a file: no training is in it
         args.run = config_file(str(demo.SHIPPED) if args.model == demo.DEMO else args.model)
-        started = Started(STAGE, args, {}, {}, cli.Clock())
+        started = Started(STAGE, args, {}, {}, progress.Clock())
     else:
         started = begin_stage(STAGE, args)
     if args.deterministic:

@@ -21,27 +21,25 @@ student's; in float32 they must be equal up to rounding.
 function stays. What is good for one client may be bad for others. It reads RUN/calibration/.
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import os
 from statistics import mean
 
 import torch
 
-from common import cli, proof
+from common import proof
 from common.calibration import Calibration
-from common.cli import peak_memory, run_stage, stage_parser
 from common.closed_form.cache_basis import CacheSamples, change_basis, fit_basis
 from common.data.text import NONE
 from common.equivalence import max_difference, require_close
-from common.errors import UserError
 from common.evaluate import require_finite
 from common.layers import CheckpointWriter, Layers
 from common.method.merge import merged_config
 from common.metrics import CONTENT, METRICS, OPEN_MASKS, read_metrics
 from common.models import is_hub_name, load_config, load_tokenizer, weight_dtype
-from common.progress import Progress
 from common.quantized_cache import BLOCK, LAYOUTS, attention_with, has_blocks
 from common.reporting import card as model_card
+from common.run import flags
 from common.run.artifact import (
     begin_stage,
     check_input,
@@ -53,6 +51,9 @@ from common.run.artifact import (
     write_directory,
     write_record,
 )
+from common.run.errors import UserError, run_stage
+from common.run.flags import stage_parser
+from common.run.progress import Progress, peak_memory
 from common.training import checkpoints
 
 # relative to the largest logit: both compute the same float32 products, whose order no library promises
@@ -66,7 +67,7 @@ def parse():
     parser = stage_parser(__doc__)
     parser.add_argument("--dtype", choices=("source", "float32", "bfloat16", "float16"), default="source",
                         help="of the exported weights")
-    parser.add_argument("--name", type=cli.name, help="read RUN/train-NAME/, write RUN/gqa-NAME/")
+    parser.add_argument("--name", type=flags.name, help="read RUN/train-NAME/, write RUN/gqa-NAME/")
     parser.add_argument("--update", action="store_true", help="replace an export of another training")
     parser.add_argument("--untrained", action="store_true", help="export merged/ as it is")
     parser.add_argument("--cache-basis", choices=LAYOUTS,
@@ -165,7 +166,7 @@ def basis_text(directory: str, alignment: dict) -> torch.Tensor:
 @torch.no_grad()
 def main():
     args = parse()
-    names = (cli.named("train", args.name), "aligned", "merged", cli.named("gqa", args.name))
+    names = (flags.named("train", args.name), "aligned", "merged", flags.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
     calibration = args.calibration or os.path.join(args.run, "calibration")
     directories = [merged] if args.untrained else [training, aligned]

@@ -27,7 +27,7 @@ transformers' order, with RoPE's pairs side by side, and these rotated, as llama
 """
 
 import argparse
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import importlib
 import json
 import os
@@ -36,8 +36,7 @@ from pathlib import Path
 
 import torch
 
-from common import cli, evaluate, models, proof
-from common.cli import run_stage, stage_parser
+from common import evaluate, models, proof
 from common.compared import (
     ANSWER_TOKENS,
     Tokenized,
@@ -53,7 +52,6 @@ from common.data.rows import TABLE_NAMES, Sample
 from common.data.sources import CHECKED
 from common.data.tasks import TASKS
 from common.data.text import EXPECTED, NONE, digests_of
-from common.errors import Complete, UserError
 from common.kinds import SOURCE
 from common.layers import Layers
 from common.metrics import OPEN_MASKS, TEXT
@@ -68,6 +66,7 @@ from common.reporting.tables import (
     summary_line,
     without_speeds,
 )
+from common.run import flags, progress
 from common.run.artifact import (
     RECORD,
     begin_stage,
@@ -77,7 +76,9 @@ from common.run.artifact import (
     write_directory,
     write_record,
 )
+from common.run.errors import Complete, UserError, run_stage
 from common.run.files import read_json, read_text, write_text
+from common.run.flags import stage_parser
 
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
 TABLE, OUTCOMES, PICTURE = "eval.md", "eval.jsonl", "frontier.png"
@@ -96,9 +97,9 @@ def parse():
                              "hub; the demo's tasks for the demo)")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK",
                         help=f"some of {', '.join(TASKS)}")
-    parser.add_argument("--limit", type=cli.positive, metavar="N",
+    parser.add_argument("--limit", type=flags.positive, metavar="N",
                         help="use the first N questions of each task (default: all)")
-    parser.add_argument("--seed", type=cli.seed,
+    parser.add_argument("--seed", type=flags.seed,
                         help="with --limit: draw the N questions with this random seed instead")
     parser.add_argument("--bos", action=argparse.BooleanOptionalAction,
                         help="begin every task's prompt and sequence of text with the begin-of-sequence "
@@ -114,16 +115,16 @@ def parse():
                         help=f"also compare answers of chats: hf:NAME[:CONFIG] (its held-out part), a "
                              f"{TABLE_NAMES} file with a column messages, or stage 5's "
                              "RUN/train/heldout_chats.jsonl")
-    parser.add_argument("--sequences", type=cli.positive, default=32,
+    parser.add_argument("--sequences", type=flags.positive, default=32,
                         help="number of sequences of text, and of chats")
-    parser.add_argument("--length", type=cli.positive, metavar="N",
+    parser.add_argument("--length", type=flags.positive, metavar="N",
                         help=f"tokens per sequence (default: {CHECKED}, or the model's limit if lower)")
     parser.add_argument("--cache", nargs="+", metavar="FORMAT",
                         help=f"also measure text with caches of f16 and these formats: {', '.join(BITS)}, or "
                              "two of them as KEYS/VALUES")
     parser.section("execution")
-    parser.add_argument("--batch", type=cli.positive, default=64, help="prompts per generation batch")
-    parser.add_argument("--device", type=cli.device, default="auto",
+    parser.add_argument("--batch", type=flags.positive, default=64, help="prompts per generation batch")
+    parser.add_argument("--device", type=flags.device, default="auto",
                         help="auto, cpu, cuda or cuda:N; cuda spreads a model that is too large for one GPU "
                              "over all of them (needs accelerate)")
     parser.add_argument("--layerwise", action="store_true",
@@ -341,7 +342,7 @@ def main():
     table = results_table(results) + caches_section(results) + answers_section(prompts, results)
     said = partial(caption, source=source, limit=args.limit, seed=args.seed,
                    hardware=f"{device}, {args.dtype}", bos=args.bos)
-    memory = cli.peak_memory()
+    memory = progress.peak_memory()
     record = started.record(described[reference], {"peak_memory_gib": memory}, device=device,
                             begin_of_sequence=args.bos, prompts=prompts, results=results)
     with write_directory(output) as aside:

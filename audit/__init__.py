@@ -9,7 +9,7 @@ and merged/, steps of stage 5. What is printed is written to RUN/paper.md, too: 
 with a row per claim. Exit code: 0, 1 if a row is off, 2 for bad input.
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import itertools
 import os
 import re
@@ -23,8 +23,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import paper
 from audit.training import FLOAT32, recorded_rows, step_rows
 from common.calibration import Calibration
-from common.cli import Clock, StageParser, non_negative, printable
-from common.errors import UserError
 from common.layers import return_freed_memory
 from common.method.grouping import anneal, score
 from common.method.masks import BlendedProjection
@@ -36,7 +34,10 @@ from common.models import load_config, source_model
 from common.reporting.report import command
 from common.reporting.tables import markdown_table, markdown_text
 from common.run.artifact import RECORD, read_record, read_tensors
+from common.run.errors import UserError, printable
 from common.run.files import read_text, write_text
+from common.run.flags import StageParser, non_negative
+from common.run.progress import Clock
 from common.training.conversion import STAGE as STAGE_5
 from common.weights import open_checkpoint
 

@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 
 from bench.machine import machine, named_directories, standard_error
-from common.cli import Parser, positive, run_stage
 from common.evaluate import complete, prompt_ids
 from common.models import load_model, load_tokenizer, pick_device
 from common.reporting.tables import markdown_table, markdown_text
+from common.run.errors import run_stage
 from common.run.files import write_text
+from common.run.flags import Parser, positive
 
 QUESTIONS = Path(__file__).with_name("questions.txt")  # QUESTION | WORD / WORD
 

@@ -19,10 +19,11 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from bench.machine import machine, median_ratio, timed
-from common.cli import Parser, run_stage
 from common.method.merge import merged_config
 from common.models import load_model
 from common.reporting.tables import markdown_table
+from common.run.errors import run_stage
+from common.run.flags import Parser
 
 HEADER = ("context", "batch", "cache MiB", "prefill tokens/s", "speed-up", "decode tokens/s", "speed-up")
 

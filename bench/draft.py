@@ -8,17 +8,17 @@ draft to agree with the source with probability a, whatever came before: (1 - a^
 pass. a is measured on the source's texts: does the draft, which reads all before a token, predict it?
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 
 import torch
 
 from bench.answers import read_questions
 from bench.machine import machine, median_ratio, timed
-from common.cli import Parser, positive, run_stage
-from common.errors import UserError
 from common.evaluate import prompt_ids
 from common.models import load_model, load_tokenizer
-from common.progress import Progress
+from common.run.errors import UserError, run_stage
+from common.run.flags import Parser, positive
+from common.run.progress import Progress
 
 PROMPTS = 12
 

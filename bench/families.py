@@ -19,11 +19,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from common import proof
-from common.cli import Parser, run_stage
-from common.errors import UserError
 from common.families import is_fused, needs_eager, norm_kind
 from common.forward import windows
 from common.models import empty_model
+from common.run.errors import UserError, run_stage
+from common.run.flags import Parser
 
 DOCUMENT = os.path.join(os.path.dirname(__file__), os.pardir, "docs", "families.md")
 BEGIN, END = "<!-- python -m bench.families -->\n", "<!-- end -->\n"

@@ -15,9 +15,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.machine import machine, timed
-from common.cli import Parser, positive, run_stage
 from common.data.decoding import Decoder
 from common.data.generate import DTYPES, TEXT, Rows, rows_at_once, sample
+from common.run.errors import run_stage
+from common.run.flags import Parser, positive
 
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary
     "small": (64, 172, 2, 4, 4, 500),

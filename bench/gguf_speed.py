@@ -18,9 +18,9 @@ import time
 
 import numpy as np
 
-from common.cli import Parser, positive, run_stage
-from common.errors import UserError
 from common.reporting.tables import markdown_table
+from common.run.errors import UserError, run_stage
+from common.run.flags import Parser, positive
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CACHES = ("f16", "q8_0", "q8_0/q4_0", "q4_0")  # keys/values

@@ -21,10 +21,9 @@ import torch
 import transformers
 
 from bench.machine import machine as processor
-from common.cli import run_stage
-from common.errors import UserError
 from common.reporting.tables import markdown_table
 from common.run.artifact import source_commit
+from common.run.errors import UserError, run_stage
 from common.run.files import write_json, write_text
 
 TIMED_OUT = (124, 137)  # exit codes of timeout(1)

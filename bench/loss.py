@@ -17,9 +17,10 @@ from types import SimpleNamespace
 import torch
 
 from bench.machine import machine, median_ratio, timed
-from common.cli import Parser, run_stage
 from common.head import Head
 from common.method.losses import bild, chunked, kl
+from common.run.errors import run_stage
+from common.run.flags import Parser
 
 
 def parse():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from common.errors import UserError
+from common.run.errors import UserError
 
 
 def named_directories(models: list[str]) -> dict[str, str]:

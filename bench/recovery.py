@@ -26,14 +26,14 @@ import time
 import numpy as np
 
 from bench.machine import machine, standard_error
-from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, TOKEN, load_tokens
-from common.errors import UserError
 from common.metrics import OPEN_MASKS
 from common.models import load_tokenizer
 from common.reporting.tables import markdown_table
 from common.run.artifact import read_record
+from common.run.errors import UserError, run_stage
 from common.run.files import read_json, write_json, write_text
+from common.run.flags import Parser, positive
 
 STAGE_5 = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "05_prune_train.py")
 # --masks of stage 5 -> its name in the table

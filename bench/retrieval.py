@@ -18,13 +18,13 @@ import statistics
 import torch
 
 from bench.machine import machine, named_directories
-from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
-from common.errors import UserError
 from common.models import load_config, load_model, load_tokenizer, pick_device
-from common.progress import Progress
 from common.reporting.tables import markdown_table
+from common.run.errors import UserError, run_stage
 from common.run.files import write_text
+from common.run.flags import Parser, positive
+from common.run.progress import Progress
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "black", "brown", "purple")
 DEPTHS = tuple((2 * tenth + 1) / 20 for tenth in range(10))  # share of the text before the key asked for

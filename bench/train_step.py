@@ -35,11 +35,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.machine import machine, median_ratio, timed
-from common.cli import Parser, run_stage
 from common.data.rows import Sample
-from common.errors import UserError
 from common.method import masks
 from common.method.masks import set_masks
+from common.run.errors import UserError, run_stage
+from common.run.flags import Parser
 from common.training import plan as budget
 from common.training import students
 from common.training.checkpoints import of_first_rank

@@ -34,7 +34,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import paper
 from bench.machine import machine, timed
 from common.calibration import Collector
-from common.cli import Parser, run_stage
 from common.families import RopePairs, geometry
 from common.method.grouping import anneal
 from common.method.merge import fuse_layer, mean_merge, merged_state
@@ -48,6 +47,8 @@ from common.method.procrustes import (
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.proof import attach_pairs
 from common.reporting.tables import markdown_table
+from common.run.errors import run_stage
+from common.run.flags import Parser
 
 PAPER_TOKENS = 128 * 2048
 ROUNDS, GAIN = 500, 1e-10  # at which the printed update ends

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import save_file
 
 from common import families
-from common.errors import UserError
 from common.forward import run_layer
 from common.layers import Layers
 from common.method.rope import free_pairs
 from common.method.stats import LayerGrams, LayerStats, output_gram
-from common.progress import Progress
 from common.run.artifact import read_record, read_tensors, verify_files
+from common.run.errors import UserError
+from common.run.progress import Progress
 from common.weights import check_finite
 
 BATCH = 4  # sequences per forward pass: other batches sum in another order

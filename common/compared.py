@@ -19,9 +19,9 @@ from common.data.tasks import (
     size_note,
 )
 from common.data.text import EVALUATION, NONE, load_tokens, sequence_length
-from common.errors import UserError
 from common.metrics import CHATS, TEXT
 from common.run.artifact import RECORD, read_record
+from common.run.errors import UserError
 from common.run.files import open_text
 
 ANSWER_TOKENS = 64  # at most, to a prompt

@@ -8,8 +8,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from common.errors import UserError
 from common.method.losses import cross_entropy, kl
+from common.run.errors import UserError
 
 LARGEST_LOSS = 700  # nats per token: beyond it perplexity overflows
 

@@ -12,14 +12,14 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from common.data.chat import apply_template, fixed_template
 from common.data.rows import Sample
 from common.equivalence import compare, perplexity_from, perplexity_of, ratio, sequence_losses
-from common.errors import UserError
 from common.forward import attention_alone, replaced
 from common.head import Head, head_of
 from common.method.losses import cross_entropy
 from common.metrics import COMPARED
 from common.models import bos_prefix, end_tokens
-from common.progress import Progress
 from common.quantized_cache import LAYOUTS, PLAIN, quantized
+from common.run.errors import UserError
+from common.run.progress import Progress
 from common.training.packing import build_row
 
 LONGEST_ANSWER = 512  # tokens of an answer to a question, at most, as in the authors' code

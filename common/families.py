@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from common.errors import UserError
+from common.run.errors import UserError
 
 LONGEST_CONTEXT = 4096  # the default --key-context: a longer one costs quality at short distances
 OUTPUTS = "o_proj", "dense"  # names of W_O, in a Llama and in others

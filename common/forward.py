@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common.errors import UserError
 from common.families import needs_eager
 from common.models import by_config, empty_model
+from common.run.errors import UserError
 
 MOST_POSITIONS = 2**20  # at which masks are looked at, where a model has as many
 FARTHEST = 2**24  # a position beyond every switch of RoPE

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 from common import proof, sidecars
-from common.errors import UserError
 from common.families import geometry
 from common.layers import CheckpointWriter
 from common.models import check_loaded, empty_model
 from common.run.artifact import find_part, sweep, write_directory, write_record
+from common.run.errors import UserError
 from common.run.files import stamp
 from common.weights import check_names, first_line
 

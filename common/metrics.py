@@ -3,7 +3,7 @@
 import os
 
 from common.data.rows import parse_object
-from common.errors import UserError
+from common.run.errors import UserError
 
 METRICS = "metrics.jsonl"
 # prefixes of metrics of held-out samples

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from common import hub
-from common.cli import suggest
-from common.errors import UserError
 from common.families import geometry, needs_eager
 from common.run.artifact import remember_inputs, shown
+from common.run.errors import UserError
 from common.run.files import read_json, write_json
+from common.run.flags import suggest
 from common.weights import (
     check_finite,
     check_names,

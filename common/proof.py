@@ -18,7 +18,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from common import models
 from common.attention import single_query
-from common.errors import UserError
 from common.families import (
     OUTPUTS,
     RopePairs,
@@ -44,6 +43,7 @@ from common.forward import (
 from common.head import head_of
 from common.method.merge import Merge, fuse_layer, merge_layer, merged_config
 from common.method.rope import free_pairs, quarter_phase
+from common.run.errors import UserError
 from common.weights import first_line
 
 TOLERANCE = 1e-4  # of the size of outputs: norms and RoPE are float32, and norms add a small number

@@ -14,9 +14,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from common.errors import UserError
 from common.families import as_they_were, geometry, in_order, needs_eager
 from common.forward import attending, attention_function
+from common.run.errors import UserError
 
 BLOCK = 32  # channels with one scale
 ROTATED = 64  # llama.cpp rotates heads of a multiple of this size, values in parts of it

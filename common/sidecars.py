@@ -12,8 +12,8 @@ import shutil
 
 from transformers import GenerationConfig
 
-from common.errors import UserError
 from common.models import save_tokenizer
+from common.run.errors import UserError
 from common.run.files import read_json
 from common.weights import first_line, require_content
 

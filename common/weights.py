@@ -19,8 +19,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from common.errors import UserError
 from common.run.artifact import RECORD, shown
+from common.run.errors import UserError
 from common.run.files import read_json, remember, stamp
 
 WEIGHT_FILES = (  # where transformers looks for weights, in order

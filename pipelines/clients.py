@@ -7,7 +7,7 @@ use. The sources are random models of a size that every client accepts (client_s
 export alone, its logits or tokens differ there alone, or it tokenizes fewer texts alike.
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import itertools
 import os
 import pickle
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.cli import Parser, positive, run_stage
-from common.errors import UserError
 from common.reporting.tables import markdown_table
+from common.run.errors import UserError, run_stage
 from common.run.files import read_text, write_json, write_text
+from common.run.flags import Parser, positive
 from pipelines import client_sources
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

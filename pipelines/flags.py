@@ -8,9 +8,9 @@ import importlib
 import os
 import sys
 
-from common import cli
-from common.cli import run_stage
 from common.data.sources import check_sources
+from common.run import flags
+from common.run.errors import run_stage
 from common.training.checkpoints import SETTINGS
 
 
@@ -20,7 +20,7 @@ def main():
         end = words.index(":::")
         sys.argv, words = words[:end], words[end + 1 :]
         args = importlib.import_module(sys.argv[0]).parse()
-        begun = os.path.join(args.run, cli.named("train", getattr(args, "name", None)), SETTINGS)
+        begun = os.path.join(args.run, flags.named("train", getattr(args, "name", None)), SETTINGS)
         if sys.argv[0] == "05_prune_train" and not os.path.exists(begun):
             check_sources(args.text or [], args.chat or [])
 

@@ -12,7 +12,7 @@ Exit code 2 if llama.cpp has other kv heads or another vocabulary than config.js
 otherwise, or if a token of an f32 file differs.
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import ctypes
 import os
 import re
@@ -23,15 +23,15 @@ import torch
 from transformers import DynamicCache
 
 from common import evaluate
-from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
 from common.equivalence import perplexity_of
-from common.errors import UserError
 from common.families import geometry
 from common.models import load_config, load_model, load_tokenizer
-from common.progress import Progress
 from common.quantized_cache import has_blocks, parse_cache, quantized
+from common.run.errors import UserError, run_stage
 from common.run.files import open_text
+from common.run.flags import Parser, positive
+from common.run.progress import Progress
 from pipelines.gguf_convert import convert
 
 PROMPTS = (

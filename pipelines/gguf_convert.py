@@ -5,7 +5,7 @@
 It needs llama.cpp's source, not a build.
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import logging
 import os
 import re
@@ -13,9 +13,9 @@ import sys
 import tempfile
 import traceback
 
-from common.cli import Parser, run_stage, suggest
-from common.errors import UserError
+from common.run.errors import UserError, run_stage
 from common.run.files import read_text
+from common.run.flags import Parser, suggest
 
 
 def parse():

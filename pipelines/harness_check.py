@@ -13,10 +13,9 @@ import math
 import os
 import sys
 
-from common.cli import run_stage
 from common.data.rows import read_objects
-from common.errors import UserError
 from common.run.artifact import read_record
+from common.run.errors import UserError, run_stage
 from pipelines.harness_tasks import GROUP, output_directory
 
 ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts

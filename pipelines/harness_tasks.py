@@ -17,12 +17,12 @@ import shlex
 from collections.abc import Iterable
 from urllib.parse import quote
 
-from common.cli import run_stage, stage_parser
 from common.data.tasks import Example, choice_samples
-from common.errors import UserError
 from common.models import bos_prefix, load_tokenizer
 from common.run.artifact import read_record
+from common.run.errors import UserError, run_stage
 from common.run.files import write_text
+from common.run.flags import stage_parser
 
 GROUP = "table5"  # prefix that distinguishes these tasks from lm_eval's
 TASK = """\

@@ -5,7 +5,7 @@ bit. All statistics (7 GiB for a 7B model) and a float32 copy of the model are i
 is made here, too; stage 4's check, that the rotated model equals its source, is not.
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import copy
 import tempfile
 from dataclasses import asdict
@@ -17,7 +17,6 @@ from common import models, proof
 from common.calibration import BATCH, collect
 from common.closed_form.layer import choose_merges, score_pairs, similarity_by
 from common.closed_form.refit import Refit
-from common.errors import UserError
 from common.families import check_kv_heads, geometry, key_context
 from common.kinds import BY, MERGES, REFITS
 from common.layers import Layers
@@ -25,6 +24,7 @@ from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups
 from common.method.merge import fuse_groups, merge_layer, merged_config
 from common.method.procrustes import align_layer
 from common.method.stats import LayerGrams
+from common.run.errors import UserError
 
 CRITERION, SEED = "dist", 0  # as in stages 3 and 4 by default
 

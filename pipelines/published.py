@@ -12,12 +12,12 @@ import re
 import subprocess
 from typing import NamedTuple
 
-from common.cli import Parser, run_stage
 from common.data.tasks import PUBLISHED_SIZES, TASKS
-from common.errors import UserError
 from common.reporting.tables import markdown_table
 from common.run.artifact import read_record
+from common.run.errors import UserError, run_stage
 from common.run.files import read_text, write_text
+from common.run.flags import Parser
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PAGE, BEGIN = os.path.join(HERE, os.pardir, "docs", "paper.md"), "<!-- python -m pipelines.published -->\n"

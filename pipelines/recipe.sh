@@ -45,7 +45,8 @@ train() {
     nodes=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV" --rdzv-id "$NAME")
   fi
   "$PYTHON" -m torch.distributed.run "${nodes[@]}" --nproc-per-node "${NPROC:-8}" --shutdown-timeout 600 \
-    05_prune_train.py "$@"
+    05_prune_train.py "$@" ||
+    { echo "training ended early: its last checkpoint is kept, and the same command goes on" >&2; return 1; }
 }
 
 # on_first_node RESULT COMMAND...: run COMMAND there; other nodes wait for RESULT

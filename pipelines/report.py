@@ -4,10 +4,10 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-import common.openmp  # noqa: E402, F401 - before torch
+import common.run.openmp  # noqa: E402, F401 - before torch
 
-from common.cli import run_stage  # noqa: E402
 from common.reporting.report import main  # noqa: E402
+from common.run.errors import run_stage  # noqa: E402
 
 if __name__ == "__main__":
     run_stage(main)

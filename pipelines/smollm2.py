@@ -7,22 +7,22 @@ The text is halved: stage 1 calibrates on the first half, and the perplexity is 
 it is the reference manual that every Python carries for help(), without the paragraphs that it repeats.
 """
 
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import math
 import os
 import re
 
 import torch
 
-from common.cli import Parser, positive, run_stage
 from common.data.text import EVALUATION, load_tokens
-from common.errors import UserError
 from common.evaluate import cache_bytes_per_token, perplexity
 from common.models import load_model, load_tokenizer, source_model
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
 from common.run.artifact import read_record, write_directory
+from common.run.errors import UserError, run_stage
 from common.run.files import read_text, write_json, write_text
+from common.run.flags import Parser, positive
 
 STARTS = {  # run directory -> name in table and picture
     "mean-pool": "mean-pool",

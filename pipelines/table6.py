@@ -8,10 +8,11 @@ Stage 4's seconds include writing both checkpoints and the equivalence check.
 
 import os
 
-from common.cli import Parser, positive, run_stage
 from common.reporting.tables import markdown_table
 from common.run.artifact import read_record
+from common.run.errors import run_stage
 from common.run.files import write_text
+from common.run.flags import Parser, positive
 
 
 def parse():

@@ -27,8 +27,8 @@ import torch
 from filelock import FileLock
 
 from common.calibration import Calibration
-from common.cli import run_stage
 from common.reporting import plots
+from common.run.errors import run_stage
 from common.training import engine
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.sharding import init_ranks

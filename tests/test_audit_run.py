@@ -15,10 +15,10 @@ import audit
 import paper
 from audit import training as audit_training
 from audit.training import stage5
-from common.errors import UserError
 from common.method import grouping, masks, released_masks
 from common.method import procrustes as align
 from common.run.artifact import write_record
+from common.run.errors import UserError
 from common.training import mask_state
 from models import save_tiny
 from runs import calibrate_arguments, copy_run, expect_error, run

@@ -21,13 +21,13 @@ from common.closed_form.keys import (
     start_by_pairs,
 )
 from common.closed_form.values import merge_values, ratio, value_loss
-from common.errors import UserError
 from common.kinds import MERGES
 from common.method.grouping import combine
 from common.method.merge import Merge, mean_merge
 from common.method.procrustes import layer_similarity
 from common.method.rope import to_matrix
 from common.method.stats import LayerGrams, group_blocks, stack_heads
+from common.run.errors import UserError
 
 SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
 RIDGE = 0.1  # of before_norms, relative to the mean diagonal: 0.01 to 0.3 do as well

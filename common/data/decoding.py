@@ -9,9 +9,9 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import common.attention  # noqa: F401 - registers "single-query"
-from common.errors import UserError
 from common.forward import attach_windows, attending, rope_switch
 from common.head import head_of
+from common.run.errors import UserError
 
 SPAN = 64  # positions: attention reads the cache up to a multiple of it, and each multiple has its graph
 BLOCK = 256  # tokens of the vocabulary whose probabilities are first summed

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.cli import printable
 from common.data.chat import load_chats
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
@@ -24,9 +23,9 @@ from common.data.text import (
     version_of,
     write_text_tokens,
 )
-from common.errors import UserError
 from common.models import bos_prefix, fingerprint, load_config
 from common.run.artifact import find_part, write_directory, write_record
+from common.run.errors import UserError, printable
 
 SPLIT = "split"  # --heldout-text: the held-out parts of --text
 

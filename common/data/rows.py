@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.data.data_sets import is_data_set, stream
-from common.errors import UserError
+from common.run.errors import UserError
 from common.weights import first_line
 
 LINES_OF_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")

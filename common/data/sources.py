@@ -23,9 +23,9 @@ from common.data.text import (
     read_documents,
     sequence_length,
 )
-from common.errors import UserError
 from common.models import load_config, load_tokenizer
 from common.run.artifact import sweep
+from common.run.errors import UserError
 from common.run.files import locked
 
 CHECKED = 512  # tokens per sequence on which models are compared, where they have that many positions

@@ -26,11 +26,11 @@ from numpy.lib.format import write_array_header_1_0
 from common.data.data_sets import DATA_SET, commit_of, is_data_set, rows_of
 from common.data.demo import DEMO, demo_home
 from common.data.rows import TABLE_NAMES, TABLES, Sample, read_rows, text_column
-from common.errors import UserError
 from common.models import bos_prefix
-from common.progress import Progress
 from common.run.artifact import remember_inputs
+from common.run.errors import UserError
 from common.run.files import open_text, stamp, write_file
+from common.run.progress import Progress
 from common.weights import first_line
 
 TRAIN, HELDOUT, EVALUATION = "train", "heldout", "evaluation"

@@ -5,7 +5,7 @@ Notation: L layers, H key/value heads of the source, G groups of D = H / G heads
 
 import numpy as np
 
-from common.progress import Progress
+from common.run.progress import Progress
 
 RESTARTS, ITERATIONS = 200, 3000  # the paper's epoch and maxIter
 

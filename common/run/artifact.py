@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from common import cli
-from common.cli import Clock
-from common.errors import Complete, UserError
+from common.run import errors
+from common.run.errors import Complete, UserError
 from common.run.files import (
     UNFINISHED,
     beside,
@@ -35,6 +34,7 @@ from common.run.files import (
     stamp,
     write_json,
 )
+from common.run.progress import Clock
 
 RECORD = "stage.json"
 REMOVED = ".removed"  # at the end of the name of what is being removed
@@ -102,7 +102,7 @@ def begin_stage(stage: str, args, *outputs: str, inputs: dict | None = None, loc
     started = Started(stage, args, json.loads(json.dumps(flags)), inputs or {}, Clock())
     if os.environ.get("RANK", "0") != "0":
         return started
-    cli.cleanup.enter_context(locked(args.run, lock or os.path.basename(stage)))
+    errors.cleanup.enter_context(locked(args.run, lock or os.path.basename(stage)))
     if stage in EXCLUSIVE_STAGES:
         with locked(args.run, EXCLUSIVE_STAGES[stage]):
             pass

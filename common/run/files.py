@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 
-from common.errors import UserError
+from common.run.errors import UserError
 
 STAMPS: dict[str, dict] = {}  # absolute path -> the last stamp
 UNFINISHED = ".unfinished"  # at the end of the name of what is being written

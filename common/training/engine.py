@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.run.errors import UserError
 from common.training import checkpoints, sharding
 from common.training.attention import Trainee
 from common.training.metrics import Metrics
@@ -177,11 +177,14 @@ class Step:
 
 @contextlib.contextmanager
 def signals_noted():
-    """Context manager: signals that ask to stop are noted, so that the step and its checkpoint complete."""
-    with sharding.signals_to(lambda number, frame: sharding.pending_signals.append(number)):
-        yield
-    if sharding.pending_signals:  # arrived after the last step: leave it to the previous handler
-        signal.raise_signal(sharding.pending_signals.pop())
+    """Context manager: signals that ask to stop are noted in a list, so that the step and its checkpoint
+    complete. One that is left in it, which came after the last step, goes to the previous handler.
+    """
+    noted = []
+    with sharding.signals_to(lambda number, frame: noted.append(number)):
+        yield noted
+    if noted:
+        signal.raise_signal(noted[0])
 
 
 def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None) -> Iterator[Step]:
@@ -193,7 +196,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
     until = until or schedule.steps
     saved, job.stopped = time.perf_counter(), False
     batches = rows_ahead(samples, range(job.step, until), schedule, job.ranks)
-    with (signals_noted(), contextlib.closing(Metrics(job, schedule)) as metrics,
+    with (signals_noted() as signals, contextlib.closing(Metrics(job, schedule)) as metrics,
           contextlib.closing(batches)):
         while job.step < until and not job.stopped:
             began = time.perf_counter()
@@ -206,7 +209,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
             minutes = (time.perf_counter() - saved) / 60
             late = job.ranks.first and minutes > schedule.save_minutes  # one clock decides
             orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
-            job.stopped, late = on_any_rank(bool(sharding.pending_signals) or orphan, late)
+            job.stopped, late = on_any_rank(bool(signals) or orphan, late)
             regular = schedule.save_steps and job.step % schedule.save_steps == 0
             if job.stopped or late or regular or job.step == until:
                 if not total_norm(job.trainee.net.parameters()).isfinite():
@@ -215,7 +218,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
                 checkpoints.save(job)
                 saved = time.perf_counter()
         if job.stopped:
-            sharding.pending_signals.clear()  # handled
+            signals.clear()  # handled
     if job.stopped:
         job.ranks.say(f"stopped by a signal after step {job.step}; the same command resumes from there")
 

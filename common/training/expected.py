@@ -15,12 +15,12 @@ from common.data.rows import Sample
 from common.data.sources import CHECKED
 from common.data.tasks import PUBLISHED_SIZES
 from common.data.text import GENERATED, NONE
-from common.errors import UserError
 from common.families import check_kv_heads, geometry, merged_modules
 from common.kinds import SOURCE
 from common.metrics import CHAT_SET, TASK_SET, TEXT_SET
 from common.models import empty_model, load_config, weight_dtype
 from common.proof import require_convertible
+from common.run.errors import UserError
 from common.training import plan
 from common.training.conversion import Conversion
 from common.training.disk import calibration_bytes, gigabytes

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from common.cli import number_type
-from common.errors import UserError
+from common.run.errors import UserError
+from common.run.flags import number_type
 
 
 @dataclass(frozen=True)

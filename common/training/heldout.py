@@ -25,10 +25,10 @@ from common.data.text import (
     packed_rows,
 )
 from common.equivalence import compare
-from common.errors import UserError
 from common.head import head_of
 from common.metrics import CHAT_SET, COMPARED, START, TASK_SET, TEXT_SET
 from common.models import bos_prefix, load_config
+from common.run.errors import UserError
 from common.run.files import stamp, write_file
 from common.training.checkpoints import HELDOUT_CHATS, HELDOUT_TEXT
 from common.training.packing import rows_of_step

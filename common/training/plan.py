@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from common.errors import UserError
 from common.families import OUTPUTS, geometry
 from common.method import masks
 from common.models import by_config, empty_model
+from common.run.errors import UserError
 from common.training.hardware import Cluster, parse_hardware
 
 USABLE = 0.9  # share of a device's memory: the rest is CUDA context, NCCL buffers, fragmentation

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common.errors import UserError
 from common.models import empty_model, kept_tensors, materialize
+from common.run.errors import UserError
 from common.training.attention import Trainee
 from common.weights import TensorNames, shape_of
 
@@ -63,21 +63,13 @@ class Ranks:
         dist.barrier(group)
 
     def say(self, text: str) -> None:
-        """Print once, from the first rank. A closed or full stdout is treated like SIGHUP."""
-        if not self.first:
-            return
-        try:
+        """Print once, from the first rank."""
+        if self.first:
             print(text, flush=True)
-        except OSError:
-            signal.raise_signal(signal.SIGHUP)
-
-
-pending_signals: list[int] = []  # signals since training began: exceptions in a garbage collection get lost
 
 
 def interrupt(number: int, frame) -> None:
     """A handler of signals outside of training steps."""
-    pending_signals.append(number)
     raise KeyboardInterrupt
 
 
@@ -145,7 +137,6 @@ def joined_ranks():
     not wait for the others: they may be waiting for it in another collective.
     """
     ranks = init_ranks()  # before the handler, which could not run while this waits for a rank that failed
-    pending_signals.clear()
     with signals_to(interrupt):
         try:
             yield ranks
@@ -306,10 +297,6 @@ def load_rows(model, sources) -> None:
 
 def free_memory(ranks: Ranks) -> None:
     """Collect garbage now: modules contain reference cycles, which would keep their memory for longer."""
-    # an exception would be ignored there
-    with signals_to(lambda number, frame: pending_signals.append(number)):
-        gc.collect()
-    if pending_signals:
-        raise KeyboardInterrupt
+    gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()

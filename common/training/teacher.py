@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from common.data.pool import Pool
-from common.errors import UserError
 from common.kinds import SOURCE
 from common.layers import CheckpointWriter, Layers
 from common.method.losses import next_token_loss
 from common.metrics import METRICS, read_metrics, summarize
 from common.models import load_config, weight_dtype
 from common.run.artifact import read_record, verify_files, write_directory, write_record
+from common.run.errors import UserError
 from common.training import checkpoints
 from common.training.attention import Trainee
 from common.training.conversion import HUB_COMMITS, STAGE, TrainingRun

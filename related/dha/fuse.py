@@ -25,12 +25,12 @@ from dataclasses import replace
 import torch
 
 from common import sidecars
-from common.cli import non_negative_float, positive, run_stage, stage_parser
 from common.equivalence import max_difference, mean_kl, mean_nll
-from common.errors import UserError
 from common.metrics import read_metrics
 from common.models import load_config, load_tokenizer
 from common.run.artifact import digest, input_digests, verify_files, write_directory, write_record
+from common.run.errors import UserError, run_stage
+from common.run.flags import non_negative_float, positive, stage_parser
 from related.dha import fusion, grouping, training
 from related.dha.records import FUSE, SEARCH, read
 

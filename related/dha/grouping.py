@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from common.errors import UserError
 from common.reporting import plots
+from common.run.errors import UserError
 
 HOT, COLD, COOLING = 100.0, 0.001, 0.9  # Algorithm 4: first and last temperature, factor per proposal
 

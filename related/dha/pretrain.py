@@ -19,13 +19,14 @@ import shutil
 
 import torch
 
-from common import cli, sidecars
-from common.cli import positive, run_stage, stage_parser
-from common.errors import UserError
+from common import sidecars
 from common.evaluate import cache_bytes_per_token
 from common.metrics import read_metrics
 from common.models import describe, fingerprint, load_config, load_tokenizer
+from common.run import flags
 from common.run.artifact import input_digests, verify_files, write_directory, write_record
+from common.run.errors import UserError, run_stage
+from common.run.flags import positive, stage_parser
 from common.training import checkpoints
 from related.dha import fusion, training
 from related.dha.records import PRETRAIN, SEARCH, read, read_start, steps_before
@@ -36,7 +37,7 @@ def parse():
     parser.set_defaults(run="runs/dha")
     flag = parser.add_argument
     flag("--checkpoint", metavar="DIR", help="checkpoint to train (default: RUN/fused)")
-    flag("--name", type=cli.name, default="dha", help="name of the result's directory in RUN")
+    flag("--name", type=flags.name, default="dha", help="name of the result's directory in RUN")
     flag("--steps", type=positive, default=400,
          help="steps from the source model, search and fusion included")
     flag("--batch", type=positive,

@@ -2,8 +2,8 @@
 
 import os
 
-from common.errors import UserError
 from common.run.artifact import FIELDS_OF, RECORD, read_record
+from common.run.errors import UserError
 from common.run.files import read_json
 
 SEARCH, FUSE, START, PRETRAIN, REPORT = (

@@ -20,18 +20,18 @@ import statistics
 
 import torch
 
-from common import cli
-from common.cli import run_stage, stage_parser
 from common.data.text import EVALUATION, load_tokens
 from common.equivalence import mean_kl, mean_nll
-from common.errors import UserError
 from common.evaluate import cache_bytes_per_token
 from common.metrics import read_metrics
 from common.models import load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table
+from common.run import flags
 from common.run.artifact import begin_stage, check_input, input_digests, write_directory, write_record
+from common.run.errors import UserError, run_stage
 from common.run.files import write_text
+from common.run.flags import stage_parser
 from related.dha import fusion, training
 from related.dha.records import FUSE, PRETRAIN, REPORT, SEARCH, read
 
@@ -44,7 +44,7 @@ ROWS = (SOURCE, "mean-pool", "aligned", "closed-form", "cold", "unfused", DHA)
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/dha")
-    parser.add_argument("--names", nargs="+", type=cli.name, default=list(ROWS), metavar="NAME",
+    parser.add_argument("--names", nargs="+", type=flags.name, default=list(ROWS), metavar="NAME",
                         help="rows; source, the uncompressed model trained further, may have a larger cache")
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME=DIR",
                         help="rows of the table before any training, which is written instead")

@@ -30,16 +30,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from common import cli, sidecars
+from common import sidecars
 from common.calibration import Calibration
-from common.cli import positive, run_stage, stage_parser
 from common.closed_form.keys import merge_rope_keys
 from common.closed_form.layer import key_fit, merging_loss
 from common.closed_form.refit import Refit
 from common.closed_form.values import merge_values, value_loss
 from common.data.text import load_tokens
 from common.equivalence import mean_kl
-from common.errors import UserError
 from common.families import allowed_kv_heads, check_kv_heads, key_context
 from common.layers import Layers
 from common.method.grouping import anneal
@@ -47,7 +45,7 @@ from common.method.merge import fuse_layer, head_columns, head_rows
 from common.method.procrustes import align_layer
 from common.method.stats import LayerGrams, group_blocks
 from common.models import describe, load_model, load_tokenizer
-from common.progress import Progress
+from common.run import flags
 from common.run.artifact import (
     begin_stage,
     check_same_model,
@@ -56,6 +54,9 @@ from common.run.artifact import (
     write_directory,
     write_record,
 )
+from common.run.errors import UserError, run_stage
+from common.run.flags import positive, stage_parser
+from common.run.progress import Progress
 from related.dha import fusion
 from related.dha.records import SEARCH, START, read
 from related.dha.training import all_logits, relative_difference
@@ -71,7 +72,7 @@ def parse():
     parser.set_defaults(run="runs/dha")
     flag = parser.add_argument
     flag("--merge", choices=tuple(MERGES), default="mean", help="what becomes of a group")
-    flag("--name", type=cli.name, help="the result is RUN/start-NAME (default: as above, or --counts)")
+    flag("--name", type=flags.name, help="the result is RUN/start-NAME (default: as above, or --counts)")
     flag("--weights", choices=tuple(NAMES), default="source",
          help="mean: of the source's heads, or of those of the model after search")
     parser.section("closed form")

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.errors import UserError
+from common.run.errors import UserError
 from related.keychannels.channels import SELECTORS, kept_channels, removed_count
 
 ATTENTION = "key_channels"  # name in transformers' attention registry

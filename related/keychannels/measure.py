@@ -35,18 +35,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.cli import device as device_flag
-from common.cli import non_negative, positive, probability, run_stage, stage_parser
 from common.data.demo import DEMO, resolve_model
 from common.data.text import EVALUATION, EXPECTED, load_tokens
-from common.errors import UserError
 from common.families import geometry
 from common.models import describe, fingerprint, load_config, load_model, load_tokenizer, pick_device
-from common.progress import Progress
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
 from common.run.artifact import begin_stage, write_directory, write_record
+from common.run.errors import UserError, run_stage
 from common.run.files import write_text
+from common.run.flags import device as device_flag
+from common.run.flags import non_negative, positive, probability, stage_parser
+from common.run.progress import Progress
 from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, by_key_head, cached_bytes
 from related.keychannels.channels import SELECTORS, exact, interactions, objective, removed_count
 

@@ -25,18 +25,18 @@ from pathlib import Path
 import torch
 
 from common import families, models
-from common.cli import device as device_flag
-from common.cli import positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.text import EVALUATION, load_tokens
-from common.errors import UserError
 from common.layers import Layers
-from common.progress import Progress
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
 from common.run.artifact import begin_stage, read_record, verify_files, write_directory, write_record
+from common.run.errors import UserError, run_stage
 from common.run.files import write_text
+from common.run.flags import device as device_flag
+from common.run.flags import positive, positive_float, seed, stage_parser
+from common.run.progress import Progress
 from related.skipless import fold, train
 from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
 

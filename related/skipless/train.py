@@ -30,20 +30,20 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from common import models, proof, sidecars
-from common.cli import positive, positive_float, run_stage, seed, stage_parser
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.pool import samples_digest
 from common.data.rows import Sample
 from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
-from common.errors import UserError
 from common.evaluate import perplexity
 from common.forward import run_layer
 from common.method.losses import next_token_loss
 from common.metrics import METRICS
 from common.reporting.tables import markdown_table
 from common.run.artifact import FIELDS_OF, Started, begin_stage, read_record, write_directory, write_record
+from common.run.errors import UserError, run_stage
 from common.run.files import write_text
+from common.run.flags import positive, positive_float, seed, stage_parser
 from common.training import checkpoints
 from common.training.engine import STOPPED, Job, Schedule, make_optimizer, steps
 from common.training.sharding import Execution, Ranks, build, joined_ranks

@@ -9,9 +9,9 @@ import torch
 
 from bench import draft, train_step, transform
 from common.data.text import EVALUATION, load_tokens
-from common.errors import UserError
 from common.evaluate import perplexity
 from common.models import load_model, load_tokenizer
+from common.run.errors import UserError
 from common.training import plan as budget
 from common.training.hardware import parse_hardware
 from models import save_tiny

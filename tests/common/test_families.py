@@ -16,7 +16,6 @@ from common.attention import window_mask
 from common.closed_form.refit import ERRORS
 from common.data import decoding
 from common.data.rows import Sample
-from common.errors import UserError
 from common.families import (
     check_kv_heads,
     geometry,
@@ -30,6 +29,7 @@ from common.layers import Layers
 from common.method.merge import fuse_layer
 from common.models import empty_model, load_config
 from common.proof import attach_pairs
+from common.run.errors import UserError
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from common import gguf as gguf_files
-from common.errors import UserError
 from common.families import geometry
 from common.models import load_model, load_tokenizer
+from common.run.errors import UserError
 from models import END, byte_tokenizer, save_tiny, tiny_model
 from runs import expect_error, run
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.errors import UserError
 from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
+from common.run.errors import UserError
 from models import FAMILIES, byte_tokenizer, save_tiny, tiny_model
 from runs import run
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from common import models
-from common.errors import UserError
 from common.families import geometry, key_context
 from common.layers import Layers
 from common.models import describe, load_config, load_model, load_tokenizer, source_model
 from common.run import artifact
+from common.run.errors import UserError
 from common.run.files import files_in, read_json
 from common.weights import fingerprint, open_checkpoint, weight_files
 from models import byte_tokenizer, save_tiny, tiny_model

@@ -9,8 +9,8 @@ from gguf import GGMLQuantizationType, quants
 from scipy.linalg import hadamard
 from transformers import DynamicCache
 
-from common.errors import UserError
 from common.quantized_cache import LAYOUTS, as_cached, from_cached, parse_cache, quantized, read_back
+from common.run.errors import UserError
 from models import tiny_model
 
 HEADS = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0))

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from common import sidecars
-from common.errors import UserError
 from common.models import load_config
+from common.run.errors import UserError
 from models import byte_tokenizer, save_tiny, tiny_model
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

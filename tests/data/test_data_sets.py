@@ -9,7 +9,7 @@ from common.data.chat import load_chats
 from common.data.rows import read_rows
 from common.data.sources import check_sources, hub_commits
 from common.data.text import EVALUATION, HELDOUT, TRAIN, digests_of, read_documents
-from common.errors import UserError
+from common.run.errors import UserError
 from hub import LOGIN, RESTRICTED, save_data_set, serving
 from models import chatml_tokenizer
 from runs import expect_error, messages, run, save_chats, save_lines

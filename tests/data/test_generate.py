@@ -20,9 +20,9 @@ from common.data.generate import TEXT, Rows, chat_form, chat_script
 from common.data.rows import as_samples, decoded
 from common.data.sources import DataContext, choose_chats, generated, read_sequences
 from common.data.text import EVALUATION, HELDOUT, load_tokens
-from common.errors import UserError
 from common.families import geometry
 from common.models import load_config, load_tokenizer
+from common.run.errors import UserError
 from models import (
     CHATML,
     END,

@@ -22,9 +22,9 @@ from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, load_task
 from common.data.text import HELDOUT, TRAIN, packed_rows
-from common.errors import UserError
 from common.metrics import CHAT_SET, TEXT_SET, read_metrics
 from common.run.artifact import read_record
+from common.run.errors import UserError
 from common.training.checkpoints import saved_checkpoints
 from common.training.conversion import TrainingRun
 from common.training.heldout import heldout_texts, load_heldout

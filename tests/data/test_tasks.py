@@ -10,7 +10,7 @@ from tokenizers import processors
 from common.data import tasks
 from common.data.rows import Sample
 from common.data.tasks import TASKS, choice_samples, example_from_row, load_task, tokenize
-from common.errors import UserError
+from common.run.errors import UserError
 from models import END, byte_tokenizer
 from runs import task_rows
 

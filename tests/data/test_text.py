@@ -17,7 +17,7 @@ from tokenizers import processors
 from common.data import text
 from common.data.sources import unread_length
 from common.data.text import EVALUATION, HELDOUT, TRAIN, TextSamples, TooShort, load_tokens, write_text_tokens
-from common.errors import UserError
+from common.run.errors import UserError
 from models import END, byte_tokenizer
 from runs import save_lines
 

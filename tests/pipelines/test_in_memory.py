@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common.calibration import Calibration
-from common.errors import UserError
 from common.kinds import MERGES
 from common.proof import require_convertible
+from common.run.errors import UserError
 from models import save_tiny, tiny_model
 from pipelines import in_memory
 from pipelines.in_memory import convert

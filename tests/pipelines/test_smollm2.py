@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from common.errors import UserError
+from common.run.errors import UserError
 from models import save_tiny
 from pipelines import smollm2
 from runs import recipe

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from common.errors import UserError
 from common.reporting import report
 from common.reporting.tables import cell, flatten, label
+from common.run.errors import UserError
 from common.run.files import write_json
 from runs import flags, valid_record
 

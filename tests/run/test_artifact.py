@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common import calibration, cli
-from common.errors import Complete, UserError
-from common.run import artifact, files
+from common import calibration
+from common.run import artifact, errors, files
+from common.run.errors import Complete, UserError
 from runs import SMALL_MODEL, contents, valid_record
 
 EXPORT, GROUP, TRAINING = "06_export.py", "03_group.py", "05_prune_train.py"
@@ -24,13 +24,13 @@ EXPORT, GROUP, TRAINING = "06_export.py", "03_group.py", "05_prune_train.py"
 @pytest.fixture
 def args(tmp_path):
     yield SimpleNamespace(run=str(tmp_path / "run"), seed=0, calibration=None, force=False, update=False)
-    cli.cleanup.close()
+    errors.cleanup.close()
 
 
 def make(args, content: str = "content", inputs: dict | None = None, stage: str = EXPORT) -> Path:
     """A stage in small: RUN/gqa/ with three files, one of them in a part, and a card."""
     path = Path(args.run, "gqa")
-    with cli.cleanup:
+    with errors.cleanup:
         started = artifact.begin_stage(stage, args, str(path), inputs=inputs or {})
         with artifact.write_directory(str(path)) as aside:
             save_file({"x": torch.full((100,), 2.0)}, os.path.join(aside, "weights.safetensors"))
@@ -297,7 +297,7 @@ def test_a_stage_refuses_a_second_one_and_what_replaces_its_inputs(args, monkeyp
     monkeypatch.setenv("RANK", "1")
     artifact.begin_stage(refused, args)  # the first rank holds the lock for all
     monkeypatch.delenv("RANK")
-    cli.cleanup.close()
+    errors.cleanup.close()
     assert not os.path.exists(args.run)  # neither a lock nor an empty directory is left
 
 

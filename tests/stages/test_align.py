@@ -16,13 +16,13 @@ from common import layers
 from common.calibration import Calibration
 from common.closed_form import refit as refitting
 from common.closed_form.layer import closed_form_layer, energy_lost
-from common.errors import UserError
 from common.method import merge as fuse
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, key_gram, to_unit
 from common.proof import attach_pairs
 from common.run.artifact import read_record
+from common.run.errors import UserError
 from models import save_tiny, tiny_model
 from reference import correlated, merge_model, value_gram
 from runs import calibrated_layer, checkpoint_digests, copy_run, expect_error, run

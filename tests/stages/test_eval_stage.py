@@ -20,8 +20,8 @@ from common.data import demo, text
 from common.data.chat import load_chats, token_lines
 from common.data.rows import Sample
 from common.data.tasks import example_from_row
-from common.errors import UserError
 from common.evaluate import require_finite
+from common.run.errors import UserError
 from models import byte_tokenizer, save_tiny, tiny_model
 from runs import copy_run, evaluate_arguments, expect_error, run
 

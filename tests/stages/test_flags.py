@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from common.data.tasks import TASKS
-from common.errors import UserError
+from common.run.errors import UserError
 
 EVERY = {"run": "runs/demo", "force": False}
 LEFT_OUT = {  # stage -> the flags that are not None or False where they are left out

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.cli import run_stage
 from common.data import pool
 from common.data.pool import Sources, load_tasks
 from common.models import load_model, load_tokenizer
 from common.run.artifact import write_record
+from common.run.errors import run_stage
 from common.training import checkpoints, sharding
 from common.training import plan as budget
 from common.training.engine import STOPPED

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data.sources import DataContext, read_unread
 from common.data.text import HELDOUT, load_tokens
-from common.errors import UserError
 from common.reporting import plots
+from common.run.errors import UserError
 from models import byte_tokenizer, tiny_model
 from reference import all_groupings
 from runs import GROUPING, HEADS, LAYERS, SIZE, calibrate_arguments, calibrated_layer, expect_error, read, run

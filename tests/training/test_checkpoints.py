@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.errors import UserError
 from common.models import load_config
+from common.run.errors import UserError
 from common.training import checkpoints
 from common.training.engine import Job, make_optimizer
 from common.training.sharding import Execution, build

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.errors import UserError
+from common.run.errors import UserError
 from common.training.conversion import read_conversion
 from common.training.sharding import Ranks
 from runs import copy_run, run

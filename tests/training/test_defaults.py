@@ -11,8 +11,8 @@ from common import kinds
 from common.data.demo import DEMO
 from common.data.pool import Pool
 from common.data.rows import Sample
-from common.errors import UserError
 from common.method import masks
+from common.run.errors import UserError
 from common.run.files import write_json
 from common.training import hardware, mask_state, settings
 from common.training import plan as budget

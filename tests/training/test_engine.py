@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from common.data.rows import Sample
-from common.errors import UserError
 from common.metrics import outcome, summarize
+from common.run.errors import UserError
 from common.training import checkpoints, engine, metrics
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints

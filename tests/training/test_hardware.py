@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.run.errors import UserError
 from common.training import hardware
 from common.training.sharding import Ranks
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from common.data.rows import Sample
-from common.errors import UserError
 from common.method.losses import cross_entropy
+from common.run.errors import UserError
 from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step
 from common.training.packing import (

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from common.data.rows import Sample
-from common.errors import UserError
 from common.method import masks
+from common.run.errors import UserError
 from common.training import plan as budget
 from common.training.attention import Trainee
 from common.training.engine import Schedule

@@ -12,10 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 
 from common.data.rows import Sample
-from common.errors import UserError
 from common.families import merged_modules
 from common.method import masks
 from common.models import load_config
+from common.run.errors import UserError
 from common.training import sharding, students
 from common.training.attention import Trainee
 from common.training.engine import Step

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from common.data.pool import Pool
-from common.errors import UserError
 from common.method import masks, released_masks
 from common.metrics import OPEN_MASKS
+from common.run.errors import UserError
 from common.training import checkpoints, students
 from common.training.attention import Trainee
 from common.training.conversion import TrainingRun

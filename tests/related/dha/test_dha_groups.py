@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.errors import UserError
+from common.run.errors import UserError
 from dha_models import EIGHT, WHOLE
 from reference import all_groupings
 from related.dha import fusion, grouping, search

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.data.rows import Sample
-from common.errors import UserError
+from common.run.errors import UserError
 from common.training.packing import build_row
 from dha_models import GROUPS, WHOLE, example_records, fused_tiny, random_operators
 from models import save_tiny, tiny_model

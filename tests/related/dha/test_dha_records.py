@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.errors import UserError
+from common.run.errors import UserError
 from dha_models import example_records, tokens
 from models import save_tiny, tiny_model
 from related.dha import pretrain, records, report

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from common.errors import UserError
+from common.run.errors import UserError
 from key_models import MODELS, draw, random_text, states, texts
 from models import tiny_model
 from related.keychannels import channels

@@ -9,7 +9,7 @@ from scipy.special import expit, softmax
 from scipy.stats import norm
 from transformers import AutoModelForCausalLM
 
-from common.errors import UserError
+from common.run.errors import UserError
 from related.skipless import fold
 from related.skipless.fold import LOGIT_TOLERANCE, exact_logits
 from skipless_models import HEADS, LAYERS, SIZE, WIDTH, difference, matrices, model_of, tokens

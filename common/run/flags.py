@@ -1,36 +1,15 @@
-"""The command line shared by all stages: parser, argument types, user errors, exit codes."""
+"""Flags of the stages: a parser with a manual, argument types, and errors of one line."""
 
 import argparse
-import contextlib
-import datetime
 import difflib
 import math
-import os
 import re
-import resource
 import shutil
-import signal
-import sys
-import time
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
 
-from common.errors import Complete, UserError
-from common.progress import Progress
-
-# how long a rank with an error waits for the first one of its node to print the same
-PATIENCE = datetime.timedelta(seconds=10)
-LESS_MEMORY = ("Lower --batch, --tokens-per-microbatch or --loss-chunk, or pass --recompute, --layerwise or "
-               "--device cpu, where the stage has it")
-cleanup = contextlib.ExitStack()  # closed by run_stage when the stage ends: releases its lock
-
-
-def printable(text: str) -> str:
-    """Text with escapes in place of characters that a terminal would act on; line breaks stay."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+from common.run.errors import UserError
 
 
 def suggest(name: str, known) -> str:
@@ -193,9 +172,6 @@ class StageParser(Parser):
 
     def parse_args(self, args=None, namespace=None):
         options, unknown = self.parse_known_args(args, namespace)
-        for name, value in vars(options).items():  # records could not hold it
-            if any("\ud800" <= character <= "\udfff" for character in str(value)):
-                self.error(f"--{name.replace('_', '-')}: expected text in UTF-8, found {value!a}")
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         if flags:
             faults = " and ".join(f"unknown flag {flag}{suggest(flag, self.flags)}" for flag in flags)
@@ -216,122 +192,3 @@ def stage_parser(doc: str) -> StageParser:
     parser.add_argument("-h", "--help", action="help", help="show this page")
     parser.section("this stage")
     return parser
-
-
-class Failures:
-    """What the ranks of one torchrun tell each other when they fail.
-
-    torchrun ends all ranks as soon as one leaves, so none may leave before the error is printed.
-    """
-
-    def __init__(self):
-        for bar in list(Progress._instances):  # an error has a line of its own
-            bar.close()
-        self.rank = os.environ.get("RANK", "0")
-        self.first = os.environ.get("LOCAL_RANK", self.rank) == "0"  # of its node
-        self.printed = f"printed on node {os.environ.get('GROUP_RANK')}"
-        store = dist.HashStore()
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives the ranks
-            with contextlib.suppress(RuntimeError):  # unless torchrun was killed
-                host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                store = dist.TCPStore(host, port, is_master=False, timeout=PATIENCE)
-        self.store = dist.PrefixStore(f"failures {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-        self.cause = self.store.add("ranks", 1) == 1  # no other rank failed before
-
-    def report(self, message: str) -> None:
-        """Print an error on one line: from the first rank of a node, or from one that has it alone."""
-        alone = ""
-        if not self.first:
-            with contextlib.suppress(RuntimeError):
-                self.store.wait([self.printed], PATIENCE)
-                return
-            alone = f"rank {self.rank}: "
-        print(f"error: {alone}{printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
-        self.store.set(self.printed, "")
-
-
-def explanation(error: BaseException) -> str | None:
-    """What to print for an error that is no fault of the program; None for one that is, or for an exit."""
-    text = str(error)
-    if isinstance(error, (UserError, OSError, MemoryError, SafetensorError)):  # the last: of a full disk
-        return text
-    if isinstance(error, torch.OutOfMemoryError):  # of a GPU
-        return f"{text.partition(' GPU ')[0]} {LESS_MEMORY}"  # the rest is advice on the allocator
-    if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text:
-        return f"out of memory: {text.partition('DefaultCPUAllocator: ')[2]}. {LESS_MEMORY}"
-    if type(error).__name__ == "PanicException":  # of a library in Rust, as of tokenizers
-        return f"a library failed on this model or text: {text}"
-    return None
-
-
-def interrupt_once(number, frame):
-    """A handler of SIGINT: a second Ctrl-C does not interrupt the removal of unfinished output."""
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def run_stage(main) -> None:
-    """Call main() and exit with the code that it returns, or 0.
-
-    A UserError, an OSError or a lack of memory is printed on one line, with exit code 2; Ctrl-C exits with
-    130. Under torchrun the ranks print it once, and those that fail because another one left are silent.
-    """
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:  # closed: a file that is opened later would take its number
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            setattr(sys, name, open(number, "w"))
-    for stream in (sys.stdout, sys.stderr):  # may be ASCII, or names have no encoding
-        with contextlib.suppress(AttributeError):  # replaced by a test
-            stream.reconfigure(errors="backslashreplace")
-    write = sys.stdout.write  # records and names of files may hold what a terminal would act on
-    sys.stdout.write = lambda text: write(printable(text))
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt_once)
-    try:
-        code = main() or 0
-    except Complete as complete:
-        print(f"found   {complete}")
-        code = 0
-    except KeyboardInterrupt:
-        failures = Failures()
-        if failures.cause and failures.first:
-            print("interrupted: unfinished output was removed, checkpoints are kept", file=sys.stderr)
-        code = 130
-    except BaseException as error:
-        message = explanation(error)
-        if message is not None:
-            Failures().report(message)
-        elif not isinstance(error, Exception) or Failures().cause:
-            raise
-        code = 2
-    finally:
-        cleanup.close()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:  # closed or full, and would fail once more at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if "RANK" in os.environ:
-        # Skip interpreter shutdown: a process-group thread that needs the interpreter during it aborts the
-        # process, and torchrun reports a failed run.
-        os._exit(code)
-    sys.exit(code)
-
-
-def peak_memory() -> float:
-    """Peak host memory of this process in GiB."""
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if os.path.exists("/proc/self/status"):
-        with open("/proc/self/status") as file:
-            kilobytes = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
-    return round(kilobytes / 2**20, 2)
-
-
-class Clock:
-    """Seconds since its creation, for records and final lines."""
-
-    def __init__(self):
-        self.start = time.perf_counter()
-
-    def __call__(self) -> float:
-        return round(time.perf_counter() - self.start, 2)

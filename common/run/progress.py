@@ -1,7 +1,8 @@
-"""The progress of a loop: a bar on a terminal; elsewhere, as in a log file, a plain line a minute."""
+"""Progress of a loop: a bar on a terminal, elsewhere a plain line a minute; seconds and memory of a stage."""
 
 import datetime
 import os
+import resource
 import sys
 import time
 
@@ -41,3 +42,22 @@ class Progress(tqdm):
         else:
             state = f"{self.n:,} {self.unit}"
         print(f"{self.desc}: {state}", file=sys.stderr, flush=True)
+
+
+def peak_memory() -> float:
+    """Peak host memory of this process in GiB."""
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if os.path.exists("/proc/self/status"):
+        with open("/proc/self/status") as file:
+            kilobytes = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+    return round(kilobytes / 2**20, 2)
+
+
+class Clock:
+    """Seconds since its creation, for records and final lines."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def __call__(self) -> float:
+        return round(time.perf_counter() - self.start, 2)

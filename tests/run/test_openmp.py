@@ -26,7 +26,7 @@ def spins_of(*words, **environment) -> int:
 
 @pytest.mark.slow
 def test_threads_wait_passively_unless_the_user_chose_otherwise():
-    words = ["-c", "import common.openmp, torch"]
+    words = ["-c", "import common.run.openmp, torch"]
     assert spins_of(*words) == 0 < spins_of(*words, OMP_WAIT_POLICY="ACTIVE")
 
 
@@ -34,6 +34,6 @@ def test_threads_wait_passively_unless_the_user_chose_otherwise():
 def test_the_policy_is_set_before_anything_else_is_imported(script):
     lines = (ROOT / script).read_text().splitlines()
     imports = [line for line in lines if line.startswith(("import ", "from "))]
-    ours = next(number for number, line in enumerate(imports) if line.startswith("import common.openmp "))
+    ours = next(number for number, line in enumerate(imports) if line.startswith("import common.run.openmp "))
     before = {line.split()[1].split(".")[0] for line in imports[:ours]}
     assert before <= sys.stdlib_module_names, before

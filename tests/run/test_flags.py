@@ -2,23 +2,20 @@
 perhaps meant."""
 
 import argparse
-import datetime
 import os
 import re
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from torch.distributed import TCPStore
 
-from common import cli, progress
 from common.data.tasks import TASKS
-from common.errors import UserError
-from common.progress import Progress
+from common.run import errors, flags, progress
+from common.run.errors import UserError
+from common.run.progress import Progress
 from runs import run
 from torchrun import ROOT
 
@@ -28,17 +25,17 @@ MANUAL = """Stage 0: count things.
 """
 
 
-def parser() -> cli.StageParser:
-    made = cli.stage_parser(MANUAL)
+def parser() -> flags.StageParser:
+    made = flags.stage_parser(MANUAL)
     made.add_argument("--input", metavar="FILE", help="what is read")
     made.section("what is counted")
-    made.add_argument("--kv-heads", type=cli.positive, default=2, help="groups")
+    made.add_argument("--kv-heads", type=flags.positive, default=2, help="groups")
     made.add_argument("--by", choices=("none", "value"), default="value", help="whose")
     made.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help="tasks")
     made.section("how it runs")
-    made.add_argument("--lr", type=cli.positive_float, help="rate")
-    made.add_argument("--seed", type=cli.seed, default=0, help="of noise")
-    made.add_argument("--device", type=cli.device, default="auto", help="auto, cpu or cuda")
+    made.add_argument("--lr", type=flags.positive_float, help="rate")
+    made.add_argument("--seed", type=flags.seed, default=0, help="of noise")
+    made.add_argument("--device", type=flags.device, default="auto", help="auto, cpu or cuda")
     return made
 
 
@@ -65,7 +62,7 @@ def test_a_command_imports_nothing_from_the_working_directory(tmp_path):
 def ends(main, capsys) -> tuple[int, str]:
     """Exit code and standard error of a stage whose main is this."""
     with pytest.raises(SystemExit) as end:
-        cli.run_stage(main)
+        errors.run_stage(main)
     return end.value.code, capsys.readouterr().err
 
 
@@ -78,9 +75,9 @@ class PanicException(BaseException):
     (MemoryError("too little"), "too little"),
     (PanicException("over the limit"), "a library failed on this model or text: over the limit"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of"),
-     f"CUDA out of memory. Tried to allocate 2.00 GiB. {cli.LESS_MEMORY}"),
+     f"CUDA out of memory. Tried to allocate 2.00 GiB. {errors.LESS_MEMORY}"),
     (RuntimeError("enforce fail at alloc_cpu.cpp. DefaultCPUAllocator: can't allocate 8 bytes"),
-     f"out of memory: can't allocate 8 bytes. {cli.LESS_MEMORY}"),
+     f"out of memory: can't allocate 8 bytes. {errors.LESS_MEMORY}"),
 ], ids=lambda value: type(value).__name__)
 def test_an_error_of_a_library_is_one_line(capsys, error, line):
     def main():
@@ -154,7 +151,7 @@ BOUNDS = {  # type -> texts that it accepts, and texts that it refuses
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_numbers_are_finite_and_in_range(name):
-    kind, (accepted, refused) = getattr(cli, name), BOUNDS[name]
+    kind, (accepted, refused) = getattr(flags, name), BOUNDS[name]
     for text in accepted.split():
         assert kind(text) == float(text) if "." in text or "e" in text else kind(text) == int(text)
     for text in refused.split():
@@ -164,84 +161,63 @@ def test_numbers_are_finite_and_in_range(name):
 
 @pytest.fixture
 def fail_as(monkeypatch, capsys):
-    """fail_as(RANK, ERROR, LOCAL_RANK, NODE): the exit code of a rank of torchrun, and what it prints."""
-    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(seconds=0.3))
-    monkeypatch.setattr(cli.os, "_exit", sys.exit)
+    """fail_as(LOCAL_RANK, ERROR): the exit code of a rank of torchrun, what it prints, how long it waits."""
+    waited = []
+    monkeypatch.setattr(errors.os, "_exit", sys.exit)
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
 
-    def fail(rank: int, error: BaseException, local: int | None = None, node: int = 0):
-        for name, value in (("RANK", rank), ("LOCAL_RANK", rank if local is None else local),
-                            ("GROUP_RANK", node)):
-            monkeypatch.setenv(name, str(value))
+    def fail(local: int, error: BaseException):
+        monkeypatch.setenv("RANK", str(8 + local))
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        waited.clear()
 
         def main():
             raise error
 
-        return ends(main, capsys)
+        return *ends(main, capsys), sum(waited)
 
-    yield fail
-    del agent
-
-
-BROKEN = RuntimeError("Connection closed by peer")  # what gloo raises where another rank has left
+    return fail
 
 
-def test_an_error_of_all_ranks_is_printed_once_on_each_node(fail_as):
-    """Those that fail because another one left, or are interrupted for it, are silent."""
-    assert fail_as(0, UserError("x\ny")) == (2, "error: x y\n")
-    assert fail_as(1, UserError("x\ny")) == fail_as(2, OSError("full")) == fail_as(1, BROKEN) == (2, "")
-    assert fail_as(0, KeyboardInterrupt()) == (130, "")
-    assert fail_as(8, UserError("x of this node"), local=0, node=1) == (2, "error: x of this node\n")
-    assert fail_as(9, UserError("x"), local=1, node=1) == (2, "")
+def test_the_first_rank_of_a_node_speaks_and_the_others_wait_to_be_ended(fail_as):
+    assert fail_as(0, UserError("x\ny")) == (2, "error: x y\n", 0)
+    assert fail_as(1, UserError("x")) == (2, "error: rank 9: x\n", errors.PATIENCE)  # nobody ended it
+    assert fail_as(0, KeyboardInterrupt())[:2] == (
+        130, "interrupted: unfinished output was removed, checkpoints are kept\n")
+    assert fail_as(1, KeyboardInterrupt()) == (130, "", 0)
+
+
+@pytest.mark.parametrize("local", [0, 1])
+def test_a_fault_that_may_follow_from_another_ranks_end_waits(monkeypatch, local):
+    """What gloo raises where another rank has left: torchrun ends this one meanwhile."""
+    waited = []
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", str(local))
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+
+    def main():
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        errors.run_stage(main)
+    assert waited == [errors.PATIENCE]
 
 
 def test_ranks_alone_skip_the_interpreters_shutdown(monkeypatch):
     left = []
-    monkeypatch.setattr(cli.os, "_exit", left.append)
+    monkeypatch.setattr(errors.os, "_exit", left.append)
     for names in ({}, {"RANK": "0"}):
         for name, value in names.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit):
-            cli.run_stage(lambda: 3)
+            errors.run_stage(lambda: 3)
         assert left == [3] * len(names)
-
-
-def test_a_rank_waits_for_the_first_one_to_print(fail_as, monkeypatch):
-    monkeypatch.setattr(cli, "PATIENCE", datetime.timedelta(minutes=5))
-    agent = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    threading.Timer(1, lambda: agent.set("failures 0/printed on node 0", "")).start()
-    assert fail_as(1, UserError("x")) == (2, "")  # else it would print the error itself
-
-
-def test_what_ranks_print_of_a_fault_of_a_signal_and_of_an_error_alone(fail_as, monkeypatch):
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        fail_as(1, BROKEN)
-    assert fail_as(0, BROKEN) == (2, "")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the same store, but these ranks are new
-    assert fail_as(0, KeyboardInterrupt())[1].startswith("interrupted: ")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert fail_as(1, KeyboardInterrupt()) == (130, "")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-    assert fail_as(3, UserError("x")) == (2, "error: rank 3: x\n")
-
-
-@pytest.mark.parametrize(("name", "value"), [
-    ("TORCHELASTIC_USE_AGENT_STORE", "False"), pytest.param("MASTER_PORT", "1", marks=pytest.mark.slow)])
-def test_errors_are_printed_without_an_agent(fail_as, monkeypatch, name, value):
-    """Of another launcher, or killed."""
-    monkeypatch.setenv(name, value)
-    assert fail_as(0, UserError("x")) == (2, "error: x\n")
-    assert fail_as(1, UserError("x")) == (2, "error: rank 1: x\n")
 
 
 RANKS = """
 import sys, time
 import torch.distributed as dist
-from common.cli import run_stage
-from common.errors import UserError
+from common.run.errors import UserError, run_stage
 from common.training.sharding import joined_ranks
 
 def main():
@@ -291,6 +267,6 @@ def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch, capsys):
 
 def test_the_name_that_is_nearest_or_begins_so_is_suggested():
     known = ("runs/demo", "meta-llama/Llama-2-7b-hf", "--tokens-per-microbatch")
-    assert cli.suggest("meta-lama/llama2-7b-hf", known) == "; did you mean meta-llama/Llama-2-7b-hf?"
-    assert cli.suggest("--tokens", known) == "; did you mean --tokens-per-microbatch?"
-    assert cli.suggest("gpt2", known) == cli.suggest("", known) == cli.suggest("x", ()) == ""
+    assert flags.suggest("meta-lama/llama2-7b-hf", known) == "; did you mean meta-llama/Llama-2-7b-hf?"
+    assert flags.suggest("--tokens", known) == "; did you mean --tokens-per-microbatch?"
+    assert flags.suggest("gpt2", known) == flags.suggest("", known) == flags.suggest("x", ()) == ""
