@@ -16,7 +16,7 @@ from common.kinds import SOURCE
 from common.models import bos_prefix, load_config, load_tokenizer
 from common.run.artifact import Started
 from common.run.errors import UserError
-from common.run.flags import Flag
+from common.run.flags import Flag, named
 from common.training import checkpoints, engine, hardware, plan
 from common.training.conversion import HUB_COMMITS, Conversion, TrainingRun
 from common.training.engine import Schedule
@@ -169,7 +169,7 @@ def settle(
     args = with_defaults(args, defaults, conversion, config.max_position_embeddings)
     args.bos = bool(args.bos if args.model else bos_prefix(load_tokenizer(source, args.bos)))
     sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
-    directory = os.path.join(args.run, flags.named("train", args.name))
+    directory = os.path.join(args.run, named("train", args.name))
     teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # --force was obeyed before
     force = args.force and not restarted
