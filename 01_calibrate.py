@@ -27,8 +27,13 @@ import os
 
 import torch
 
-from common import families, gguf, models, proof, weights
-from common.calibration import (
+from common.data import demo
+from common.data.data_sets import DATA_SET
+from common.data.demo import resolve_model
+from common.data.sources import DataContext, choose_chats, read_sequences
+from common.data.text import EXPECTED, digests_of, sequence_length
+from common.models import families, gguf, proof, weights
+from common.models.calibration import (
     BATCH,
     LENGTH,
     SAMPLED,
@@ -37,12 +42,17 @@ from common.calibration import (
     write_layer,
     write_tokens,
 )
-from common.data import demo
-from common.data.data_sets import DATA_SET
-from common.data.demo import resolve_model
-from common.data.sources import DataContext, choose_chats, read_sequences
-from common.data.text import EXPECTED, digests_of, sequence_length
-from common.layers import Layers
+from common.models.layers import Layers
+from common.models.load import (
+    bos_prefix,
+    config_file,
+    describe,
+    fingerprint,
+    load_config,
+    load_tokenizer,
+    local_model,
+    pick_device,
+)
 from common.run.artifact import begin_stage, write_directory, write_record
 from common.run.errors import run_stage
 from common.run.files import stamp
@@ -88,7 +98,7 @@ def main():
     output = os.path.join(args.run, "calibration")
     inputs = digests_of([args.model, args.text, args.chat], args.run)
     if os.path.isdir(args.model):
-        inputs["model"] = models.fingerprint(args.model)
+        inputs["model"] = fingerprint(args.model)
     started = begin_stage("01_calibrate.py", args, output, inputs=inputs)
 
     path = args.model
@@ -96,16 +106,16 @@ def main():
         path = gguf.dequantize(path, os.path.join(args.run, "source"), args.force)
     elif path == demo.DEMO or os.path.exists(path):
         path = resolve_model(path)
-    config = models.load_config(path if os.path.isdir(path) else models.config_file(path))
+    config = load_config(path if os.path.isdir(path) else config_file(path))
     proven = proof.require_convertible(path, config)
-    path = models.local_model(path)  # a hub repository's weights arrive once its config has passed
-    args.bos = bool(models.bos_prefix(models.load_tokenizer(path, args.bos)))  # recorded for stage 4
+    path = local_model(path)  # a hub repository's weights arrive once its config has passed
+    args.bos = bool(bos_prefix(load_tokenizer(path, args.bos)))  # recorded for stage 4
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
-    model, shape = models.describe(os.path.abspath(path), args.model), families.geometry(config)
+    model, shape = describe(os.path.abspath(path), args.model), families.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
     print(f"proven  {proven}: attention stays when heads are rotated, and equal heads merge exactly")
-    compute_device = models.pick_device(args.device)
+    compute_device = pick_device(args.device)
     if args.text is None:  # resolved here because stage 4 takes it from the record
         _, args.text = demo.default_sources(args.model == demo.DEMO)
     chats = choose_chats([args.chat] if args.chat else None, [args.text], path)

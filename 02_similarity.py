@@ -21,11 +21,11 @@ import os
 import torch
 from safetensors.torch import save_file
 
-from common.calibration import Calibration
-from common.closed_form.layer import score_pairs
-from common.families import key_context
 from common.method.procrustes import pair_mean
-from common.models import pick_device
+from common.models.calibration import Calibration
+from common.models.families import key_context
+from common.models.load import pick_device
+from common.models.merging import score_pairs
 from common.reporting import plots
 from common.run.artifact import begin_stage, input_digests, write_directory, write_record
 from common.run.errors import UserError, run_stage

@@ -19,10 +19,9 @@ import os
 
 import numpy as np
 
-from common.closed_form.layer import similarity_by
-from common.families import check_kv_heads
-from common.kinds import BY, CRITERION
 from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups, score
+from common.models.families import check_kv_heads
+from common.models.merging import similarity_by
 from common.reporting import plots
 from common.run.artifact import (
     begin_stage,
@@ -34,6 +33,7 @@ from common.run.artifact import (
 )
 from common.run.errors import run_stage
 from common.run.flags import positive, seed, stage_parser
+from common.run.kinds import BY, CRITERION
 
 PICTURE = "groups.png"
 

@@ -40,18 +40,17 @@ from functools import partial
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import models
-from common.calibration import Calibration
-from common.closed_form.layer import choose_merges
 from common.closed_form.refit import ERRORS, Refit
 from common.data.sources import DataContext, begun, read_sequences, read_unread, unread_length
 from common.data.text import EVALUATION, digests_of
-from common.equivalence import max_difference, mean_kl, perplexity_of, require_close
-from common.families import key_context, merged_parameters, norm_kind
-from common.kinds import CRITERION, MERGES, REFITS, find_group_fault
-from common.layers import CheckpointWriter, Layers
-from common.method.merge import fuse_groups, merge_layer, merged_config
+from common.evaluation.equivalence import max_difference, mean_kl, perplexity_of, require_close
 from common.method.procrustes import align_layer, within_group_cosine
+from common.models.calibration import Calibration
+from common.models.edits import fuse_groups, merge_layer, merged_config
+from common.models.families import key_context, merged_parameters, norm_kind
+from common.models.layers import CheckpointWriter, Layers
+from common.models.load import empty_model, load_config, pick_device, source_model, weight_dtype
+from common.models.merging import choose_merges
 from common.run.artifact import (
     RECORD,
     Parts,
@@ -65,6 +64,7 @@ from common.run.artifact import (
 )
 from common.run.errors import Complete, UserError, run_stage
 from common.run.flags import device, positive, stage_parser
+from common.run.kinds import CRITERION, MERGES, REFITS, find_group_fault
 from common.run.progress import Progress, peak_memory
 
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
@@ -140,11 +140,11 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
         raise UserError(f"{groups_path}: expected groups of heads in {calibration_path}, found those of "
                         "another calibration; run 02_similarity.py and 03_group.py again with --force")
     home = os.path.dirname(os.path.normpath(calibration_path))  # has what the calibration generated
-    source = models.source_model(calibration.record, home)
+    source = source_model(calibration.record, home)
     path, by = source["path"], grouping["summary"]["by"]
-    config = models.load_config(path)
+    config = load_config(path)
     print(f"reads   {path}; {calibration_path}; {groups_path} ({kv_heads} groups by {by})")
-    first = models.empty_model(path, config, torch.float32).model.layers[0]
+    first = empty_model(path, config, torch.float32).model.layers[0]
     normed = norm_kind(first.self_attn) != "head" or "key.normed" in calibration.layer(0)
     if args.merge == "closed-form" and not normed:
         raise UserError(f"{calibration_path}: expected keys behind k_norm, found none; "
@@ -153,7 +153,7 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
         print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
     calibrated = calibration.summary
     length = unread_length(calibration.record, args.length, config.max_position_embeddings)
-    data = DataContext(path, home, models.pick_device(args.device), layerwise=args.layerwise,
+    data = DataContext(path, home, pick_device(args.device), layerwise=args.layerwise,
                        bos=begun(calibration.record))
     if args.text:
         tokens, description = read_sequences(args.text, None, data, args.sequences, length, EVALUATION)
@@ -169,7 +169,7 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
         refit_tokens = evenly(calibrated_tokens, max(2, args.refit_sequences or total))
         print(f"reads   {calibrated['text']}; {len(refit_tokens)} of {total} sequences, evenly spread; "
               f"{refit_tokens.numel()} tokens, for the refit")
-    dtype = models.weight_dtype(args.dtype, config)
+    dtype = weight_dtype(args.dtype, config)
     groups, context = torch.tensor(grouping["groups"]), None
     if args.merge == "closed-form":
         context = key_context(args.key_context, calibrated["positions"])
@@ -179,7 +179,7 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
 
 def open_layers(path: str, args) -> Layers:
     """A checkpoint in float32."""
-    return Layers(path, torch.float32, models.pick_device(args.device), layerwise=args.layerwise)
+    return Layers(path, torch.float32, pick_device(args.device), layerwise=args.layerwise)
 
 
 def align_groups(grams_of, groups: torch.Tensor, criterion: str) -> tuple[list, list[dict]]:
@@ -348,7 +348,7 @@ def main():
     inputs = read_inputs(args, calibration_path, groups_path)
     refuse_own_source(inputs.source, aligned_path, merged_path)
     source, calibrated, tokens = inputs.source, inputs.calibration.summary, inputs.tokens
-    grams_of = partial(inputs.calibration.grams, models.pick_device(args.device))
+    grams_of = partial(inputs.calibration.grams, pick_device(args.device))
 
     rotations, cosines = align_groups(grams_of, inputs.groups, args.rotate)
     lost = []
@@ -356,7 +356,7 @@ def main():
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
         record = started.record(source, {})
         made_by = {name: record[name] for name in ("stage", "flags", "inputs", "packages", "commit")}
-        parts = Parts(partial_path, made_by | {"device": models.pick_device(args.device)})
+        parts = Parts(partial_path, made_by | {"device": pick_device(args.device)})
         verified, metrics, logits = verified_part(parts, args, inputs, rotations)
         # from aligned/ as stored, because stage 5 blends the two
         metrics |= write_merged(merged, open_layers(verified, args), inputs, merges, args, parts)

@@ -58,12 +58,10 @@ from common.data.data_sets import DATA_SET
 from common.data.rows import TABLE_NAMES
 from common.data.tasks import TASKS
 from common.data.text import NONE, is_generated
-from common.head import head_of
-from common.kinds import SOURCE
-from common.method.losses import distillation_loss
-from common.method.masks import blended_name, l0_loss, set_masks
-from common.metrics import CHAT_SET, METRICS, OPEN_MASKS, TEXT_SET, outcome, read_metrics, summarize
-from common.models import config_file, fingerprint
+from common.method.masks import l0_loss
+from common.models.blending import blended_name, set_masks
+from common.models.head import head_of
+from common.models.load import config_file, fingerprint
 from common.reporting import plots
 from common.run import flags, progress
 from common.run.artifact import (
@@ -77,12 +75,15 @@ from common.run.artifact import (
 )
 from common.run.errors import UserError, run_stage
 from common.run.flags import Flag, stage_parser
+from common.run.kinds import SOURCE
 from common.training import checkpoints, hardware, plan, students
+from common.training.chunked import distillation_loss
 from common.training.conversion import STAGE, TrainingRun, read_conversion
 from common.training.disk import print_disk
 from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
 from common.training.expected import check_flags, expected_conversion, print_stages
 from common.training.heldout import QUESTIONS
+from common.training.lines import CHAT_SET, METRICS, OPEN_MASKS, TEXT_SET, outcome, read_metrics, summarize
 from common.training.mask_state import MASKS, Masks, mask_metrics, switch_step
 from common.training.settings import TEXT_LENGTH, Loss, Settings, phases_of, settle, workload
 from common.training.sharding import free_memory, joined_ranks, sum_over_ranks

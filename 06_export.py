@@ -27,17 +27,16 @@ from statistics import mean
 
 import torch
 
-from common import proof
-from common.calibration import Calibration
 from common.closed_form.cache_basis import CacheSamples, change_basis, fit_basis
 from common.data.text import NONE
-from common.equivalence import max_difference, require_close
-from common.evaluate import require_finite
-from common.layers import CheckpointWriter, Layers
-from common.method.merge import merged_config
-from common.metrics import CONTENT, METRICS, OPEN_MASKS, read_metrics
-from common.models import is_hub_name, load_config, load_tokenizer, weight_dtype
-from common.quantized_cache import BLOCK, LAYOUTS, attention_with, has_blocks
+from common.evaluation.equivalence import max_difference, require_close
+from common.evaluation.evaluate import require_finite
+from common.models import proof
+from common.models.calibration import Calibration
+from common.models.edits import merged_config
+from common.models.layers import CheckpointWriter, Layers
+from common.models.load import is_hub_name, load_config, load_tokenizer, weight_dtype
+from common.models.quantized_cache import BLOCK, LAYOUTS, attention_with, has_blocks
 from common.reporting import card as model_card
 from common.run import flags
 from common.run.artifact import (
@@ -55,6 +54,7 @@ from common.run.errors import UserError, run_stage
 from common.run.flags import stage_parser
 from common.run.progress import Progress, peak_memory
 from common.training import checkpoints
+from common.training.lines import CONTENT, METRICS, OPEN_MASKS, read_metrics
 
 # relative to the largest logit: both compute the same float32 products, whose order no library promises
 LOGIT_TOLERANCE = 1e-5

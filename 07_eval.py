@@ -36,8 +36,13 @@ from pathlib import Path
 
 import torch
 
-from common import evaluate, models, proof
-from common.compared import (
+from common.data import demo
+from common.data.rows import TABLE_NAMES, Sample
+from common.data.sources import CHECKED
+from common.data.tasks import TASKS
+from common.data.text import EXPECTED, NONE, digests_of
+from common.evaluation import evaluate
+from common.evaluation.compared import (
     ANSWER_TOKENS,
     Tokenized,
     is_calibration,
@@ -47,15 +52,10 @@ from common.compared import (
     read_questions,
     same_tokenizers,
 )
-from common.data import demo
-from common.data.rows import TABLE_NAMES, Sample
-from common.data.sources import CHECKED
-from common.data.tasks import TASKS
-from common.data.text import EXPECTED, NONE, digests_of
-from common.kinds import SOURCE
-from common.layers import Layers
-from common.metrics import OPEN_MASKS, TEXT
-from common.quantized_cache import BITS, BLOCK, LAYOUTS, has_blocks, parse_cache
+from common.models import proof
+from common.models.layers import Layers
+from common.models.load import bos_prefix, describe, load_model, needs_several_gpus, pick_device, source_model
+from common.models.quantized_cache import BITS, BLOCK, LAYOUTS, has_blocks, parse_cache
 from common.reporting import card, plots
 from common.reporting.tables import (
     answers_section,
@@ -79,6 +79,8 @@ from common.run.artifact import (
 from common.run.errors import Complete, UserError, run_stage
 from common.run.files import read_json, read_text, write_text
 from common.run.flags import stage_parser
+from common.run.kinds import SOURCE
+from common.training.lines import OPEN_MASKS, TEXT
 
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
 TABLE, OUTCOMES, PICTURE = "eval.md", "eval.jsonl", "frontier.png"
@@ -136,7 +138,7 @@ def parse():
                         help="modules that register more model types, e.g. related.dha.modeling")
     args = parser.parse_args()
     if not args.dtype:
-        args.dtype = "bfloat16" if models.pick_device(args.device).startswith("cuda") else "float32"
+        args.dtype = "bfloat16" if pick_device(args.device).startswith("cuda") else "float32"
     if args.seed is not None and args.limit is None:
         raise UserError("--seed: expected --limit N with it, found no --limit")
     if args.layerwise and (args.tasks not in (None, NONE) or args.limit or args.prompts or args.chat):
@@ -170,7 +172,7 @@ def default_checkpoints(run: str) -> dict[str, str]:
         trained = read_record(directory, "05_prune_train.py")
         teacher = trained["arguments"].get("teacher")
         if teacher == SOURCE:
-            paths = {SOURCE: models.source_model(trained, run)["path"]} | paths
+            paths = {SOURCE: source_model(trained, run)["path"]} | paths
         elif teacher:
             paths["teacher"] = str(teacher)
     return paths
@@ -229,13 +231,13 @@ def choose_sources(args) -> tuple[str, str]:
 def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference: dict | None, args):
     """All metrics of one checkpoint, one outcome per question, and its predictions for each of its sets.
 
-    checkpoint: from models.describe. reference: the first checkpoint's predictions, of sets with the same
+    checkpoint: from describe. reference: the first checkpoint's predictions, of sets with the same
     tokens; None for that one.
     """
-    path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), models.pick_device(args.device)
-    spread = models.needs_several_gpus(path, dtype, device)
+    path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device)
+    spread = needs_several_gpus(path, dtype, device)
     print(f"reads   {path}{', spread over all GPUs' if spread else ''}")
-    model = models.load_model(path, dtype, device, spread)
+    model = load_model(path, dtype, device, spread)
     if args.cache:
         proof.attach_pairs(model)
     if args.cache and not has_blocks(model.config):
@@ -263,7 +265,7 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference:
 
 def measure_layerwise(name: str, checkpoint: dict, tokenized: Tokenized, args) -> dict:
     """Perplexity and cache size of one checkpoint, with one decoder layer in memory at a time."""
-    path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), models.pick_device(args.device)
+    path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device)
     print(f"reads   {path}, layer by layer")
     layers = Layers(path, dtype, device, layerwise=True)
     metrics = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}
@@ -286,7 +288,7 @@ def measured_on(prefix: str, samples: list[Sample], source: str) -> dict:
 def measure_all(described: dict, tokenized: dict[str, Tokenized], tasks, comparable: set[str], args):
     """The metrics of each checkpoint, by name, and all outcomes of questions.
 
-    described: name -> models.describe; the first is the reference. comparable: from same_tokenizers. Raises
+    described: name -> describe; the first is the reference. comparable: from same_tokenizers. Raises
     UserError for a checkpoint that changes meanwhile.
     """
     results, outcomes, predictions = {}, [], None
@@ -301,7 +303,7 @@ def measure_all(described: dict, tokenized: dict[str, Tokenized], tasks, compara
         predictions = predicted if predictions is None else predictions
         outcomes += answered
     for path, fingerprint in ((each["path"], each["fingerprint"]) for each in described.values()):
-        if models.describe(path)["fingerprint"] != fingerprint:
+        if describe(path)["fingerprint"] != fingerprint:
             raise UserError(f"{path}: changed while it was measured; run the same command again")
     return results, outcomes
 
@@ -311,7 +313,7 @@ def main():
     register(args.register or ())
     output = os.path.join(args.run, "eval")
     checkpoints = choose_checkpoints(args)
-    described = {name: models.describe(path) for name, path in checkpoints.items()}
+    described = {name: describe(path) for name, path in checkpoints.items()}
     inputs = {name: model["fingerprint"] for name, model in described.items()}
     inputs |= digests_of([args.text, args.chat, args.prompts, *task_files(args.tasks)], args.run)
     inputs |= input_digests(args.run, [args.text] if is_calibration(args.text or "") else [])
@@ -330,12 +332,12 @@ def main():
     unread = read_calibration_text(text, args) if is_calibration(text) else None
     tokenized = {name: prepare(path, tasks, text, unread, prompts, args)
                  for name, path in checkpoints.items()}
-    reference, device = next(iter(checkpoints)), models.pick_device(args.device)
+    reference, device = next(iter(checkpoints)), pick_device(args.device)
     comparable = same_tokenizers(checkpoints, tokenized, list(filter(None, (text, args.chat))))
     sets = [each for texts in tokenized.values() for each in texts.sets.values()]
     for description in dict.fromkeys(description for _, description in sets):
         print(f"reads   {description}")
-    args.bos = bool(models.bos_prefix(tokenized[reference].tokenizer))
+    args.bos = bool(bos_prefix(tokenized[reference].tokenizer))
 
     results, outcomes = measure_all(described, tokenized, tasks, comparable, args)
     results = {name: metrics | open_masks[name] for name, metrics in results.items()}

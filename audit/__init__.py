@@ -22,15 +22,16 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import paper
 from audit.training import FLOAT32, recorded_rows, step_rows
-from common.calibration import Calibration
-from common.layers import return_freed_memory
 from common.method.grouping import anneal, score
-from common.method.masks import BlendedProjection
-from common.method.merge import head_columns, head_rows
 from common.method.procrustes import align_layer, key_overlap, layer_similarity, value_overlap
 from common.method.rope import to_matrix
 from common.method.stats import CRITERIA, LayerGrams, LayerStats, group_blocks, to_unit
-from common.models import load_config, source_model
+from common.models.blending import BlendedProjection
+from common.models.calibration import Calibration
+from common.models.edits import head_columns, head_rows
+from common.models.layers import return_freed_memory
+from common.models.load import load_config, source_model
+from common.models.weights import open_checkpoint
 from common.reporting.report import command
 from common.reporting.tables import markdown_table, markdown_text
 from common.run.artifact import RECORD, read_record, read_tensors
@@ -39,7 +40,6 @@ from common.run.files import read_text, write_text
 from common.run.flags import StageParser, non_negative
 from common.run.progress import Clock
 from common.training.conversion import STAGE as STAGE_5
-from common.weights import open_checkpoint
 
 CHECKED = ("llama", "mistral", "qwen2", "qwen3")  # of one layout, with Llama's norms
 BEHIND, AHEAD = 1e-4, 0.02  # of an objective, the printed one being the other: local optima differ by as much

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 import paper
 from common.data.rows import Sample
 from common.method import masks
-from common.models import load_config
+from common.models import blending
+from common.models.load import load_config
+from common.models.weights import open_checkpoint
 from common.training import students
 from common.training.attention import Trainee
 from common.training.packing import rows_of_step
 from common.training.sharding import Ranks, load_rows
-from common.weights import open_checkpoint
 
 stage5 = importlib.import_module("05_prune_train")
 
@@ -84,7 +85,7 @@ def networks(run) -> tuple:
     source = AutoModelForCausalLM.from_pretrained(run.path("source"), trust_remote_code=False, **options)
     shared = (source.model.embed_tokens.weight, source.lm_head.weight)
     student = deepcopy(source, {id(weight): weight for weight in shared})
-    masks.patch(student, run.kv_heads)
+    blending.patch(student, run.kv_heads)
     load_rows(student, students.start_of_masked(run.path("aligned"), run.path("merged")))
     return source.requires_grad_(False), student.requires_grad_(False)
 
@@ -102,7 +103,7 @@ def staged(source, blended, kind: str, start: torch.Tensor) -> list[tuple]:
         job.step, rows = number, rows_of_step(SAMPLES, number, SCHEDULE, ranks)
         every, prompt = (stage5.Step(job, SCHEDULE, rows, SAMPLES) for _ in range(2))
         z, sizes = held.draw(number), held.expected()
-        masks.set_masks(student.net, z.detach().requires_grad_())
+        blending.set_masks(student.net, z.detach().requires_grad_())
         stage5.distill(every, teacher, stage5.Loss("all", l0_weight=1.0))
         stage5.masked_step(prompt, held, teacher, stage5.Loss("prompt", l0_weight=1.0))
         noiseless = student.net.model.layers[0].self_attn.k_proj.z

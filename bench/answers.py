@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from bench.machine import machine, named_directories, standard_error
-from common.evaluate import complete, prompt_ids
-from common.models import load_model, load_tokenizer, pick_device
+from common.evaluation.evaluate import complete, prompt_ids
+from common.models.load import load_model, load_tokenizer, pick_device
 from common.reporting.tables import markdown_table, markdown_text
 from common.run.errors import run_stage
 from common.run.files import write_text

@@ -19,8 +19,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from bench.machine import machine, median_ratio, timed
-from common.method.merge import merged_config
-from common.models import load_model
+from common.models.edits import merged_config
+from common.models.load import load_model
 from common.reporting.tables import markdown_table
 from common.run.errors import run_stage
 from common.run.flags import Parser

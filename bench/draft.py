@@ -14,8 +14,8 @@ import torch
 
 from bench.answers import read_questions
 from bench.machine import machine, median_ratio, timed
-from common.evaluate import prompt_ids
-from common.models import load_model, load_tokenizer
+from common.evaluation.evaluate import prompt_ids
+from common.models.load import load_model, load_tokenizer
 from common.run.errors import UserError, run_stage
 from common.run.flags import Parser, positive
 from common.run.progress import Progress

@@ -3,8 +3,8 @@
     python -m bench.families           # half a minute: writes them
     python -m bench.families --check   # exits with 1 if the file has others
 
-Every model type that transformers can build small, from its default config, is given to common/proof.py;
-tests/common/test_families.py takes those that pass through all stages.
+Every model type that transformers can build small, from its default config, is given to models/proof.py;
+tests/models/test_families.py takes those that pass through all stages.
 """
 
 import collections
@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from common import proof
-from common.families import is_fused, needs_eager, norm_kind
-from common.forward import windows
-from common.models import empty_model
+from common.models import proof
+from common.models.families import is_fused, needs_eager, norm_kind
+from common.models.forward import windows
+from common.models.load import empty_model
 from common.run.errors import UserError, run_stage
 from common.run.flags import Parser
 

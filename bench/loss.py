@@ -17,10 +17,11 @@ from types import SimpleNamespace
 import torch
 
 from bench.machine import machine, median_ratio, timed
-from common.head import Head
-from common.method.losses import bild, chunked, kl
+from common.method.losses import bild, kl
+from common.models.head import Head
 from common.run.errors import run_stage
 from common.run.flags import Parser
+from common.training.chunked import chunked
 
 
 def parse():

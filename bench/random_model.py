@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from bench.train_step import SHAPES, model_config
 from common.data.demo import DEMO, resolve_model
-from common.models import load_tokenizer
+from common.models.load import load_tokenizer
 from common.run.artifact import write_directory
 from common.run.errors import run_stage
 from common.run.flags import Parser, positive

@@ -27,13 +27,13 @@ import numpy as np
 
 from bench.machine import machine, standard_error
 from common.data.text import EVALUATION, TOKEN, load_tokens
-from common.metrics import OPEN_MASKS
-from common.models import load_tokenizer
+from common.models.load import load_tokenizer
 from common.reporting.tables import markdown_table
 from common.run.artifact import read_record
 from common.run.errors import UserError, run_stage
 from common.run.files import read_json, write_json, write_text
 from common.run.flags import Parser, positive
+from common.training.lines import OPEN_MASKS
 
 STAGE_5 = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "05_prune_train.py")
 # --masks of stage 5 -> its name in the table

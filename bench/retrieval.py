@@ -19,7 +19,7 @@ import torch
 
 from bench.machine import machine, named_directories
 from common.data.text import EVALUATION, load_tokens
-from common.models import load_config, load_model, load_tokenizer, pick_device
+from common.models.load import load_config, load_model, load_tokenizer, pick_device
 from common.reporting.tables import markdown_table
 from common.run.errors import UserError, run_stage
 from common.run.files import write_text

@@ -37,7 +37,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.machine import machine, median_ratio, timed
 from common.data.rows import Sample
 from common.method import masks
-from common.method.masks import set_masks
+from common.models import blending
+from common.models.blending import set_masks
 from common.run.errors import UserError, run_stage
 from common.run.flags import Parser
 from common.training import plan as budget
@@ -134,7 +135,8 @@ class Models:
             self.teacher = build_teacher(mha, ranks, execution)
             self.masked = build(
                 config, ranks, execution, students.start_of_masked(mha, gqa),
-                lambda model: masks.patch(model, heads // 4), {"log_alpha": masks.start((layers, heads), 0)})
+                lambda model: blending.patch(model, heads // 4),
+                {"log_alpha": masks.start((layers, heads), 0)})
             self.plain = build(config, ranks, execution, lambda name: (mha, name))
             self.gqa = build(grouped, ranks, execution, lambda name: (gqa, name))
             dist.barrier()  # before the directory goes
@@ -147,7 +149,7 @@ class Models:
         optimizers = {
             self.masked: students.masked_optimizer(self.masked, rates, "l0", mask_lr=1e-2),
             self.plain: students.student_optimizer(self.plain, rates),
-            self.gqa: students.student_optimizer(self.gqa, rates, masks.KEY_VALUE)}
+            self.gqa: students.student_optimizer(self.gqa, rates, blending.KEY_VALUE)}
         self.jobs = {trainee: Job(trainee, optimizer, "", ranks,
                                   budget.distillation_flops(trainee, self.teacher, "all"), step=STEP)
                      for trainee, optimizer in optimizers.items()}

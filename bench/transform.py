@@ -33,10 +33,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import paper
 from bench.machine import machine, timed
-from common.calibration import Collector
-from common.families import RopePairs, geometry
 from common.method.grouping import anneal
-from common.method.merge import fuse_layer, mean_merge, merged_state
+from common.method.merge import mean_merge
 from common.method.procrustes import (
     align_layer,
     key_overlap,
@@ -45,7 +43,10 @@ from common.method.procrustes import (
     within_group_cosine,
 )
 from common.method.stats import LayerGrams, LayerStats, group_blocks
-from common.proof import attach_pairs
+from common.models.calibration import Collector
+from common.models.edits import fuse_layer, merged_state
+from common.models.families import RopePairs, geometry
+from common.models.proof import attach_pairs
 from common.reporting.tables import markdown_table
 from common.run.errors import run_stage
 from common.run.flags import Parser

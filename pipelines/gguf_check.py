@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from common import evaluate
 from common.data.text import EVALUATION, load_tokens
-from common.equivalence import perplexity_of
-from common.families import geometry
-from common.models import load_config, load_model, load_tokenizer
-from common.quantized_cache import has_blocks, parse_cache, quantized
+from common.evaluation import evaluate
+from common.evaluation.equivalence import perplexity_of
+from common.models.families import geometry
+from common.models.load import load_config, load_model, load_tokenizer
+from common.models.quantized_cache import has_blocks, parse_cache, quantized
 from common.run.errors import UserError, run_stage
 from common.run.files import open_text
 from common.run.flags import Parser, positive

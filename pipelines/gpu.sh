@@ -107,8 +107,8 @@ tests() {
 }
 
 source_of() {  # the checkpoint that a run directory's calibration has read
-  "$PYTHON" -c "import sys; from common import models; from common.run import artifact; run = sys.argv[1]; \
-print(models.source_model(artifact.read_record(f'{run}/calibration', '01_calibrate.py'), run)['path'])" "$1"
+  "$PYTHON" -c "import sys; from common.models.load import source_model; from common.run import artifact; run = sys.argv[1]; \
+print(source_model(artifact.read_record(f'{run}/calibration', '01_calibrate.py'), run)['path'])" "$1"
 }
 
 record() {

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from urllib.parse import quote
 
 from common.data.tasks import Example, choice_samples
-from common.models import bos_prefix, load_tokenizer
+from common.models.load import bos_prefix, load_tokenizer
 from common.run.artifact import read_record
 from common.run.errors import UserError, run_stage
 from common.run.files import write_text

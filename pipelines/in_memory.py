@@ -13,18 +13,19 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-from common import models, proof
-from common.calibration import BATCH, collect
-from common.closed_form.layer import choose_merges, score_pairs, similarity_by
 from common.closed_form.refit import Refit
-from common.families import check_kv_heads, geometry, key_context
-from common.kinds import BY, MERGES, REFITS
-from common.layers import Layers
 from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups
-from common.method.merge import fuse_groups, merge_layer, merged_config
 from common.method.procrustes import align_layer
 from common.method.stats import LayerGrams
+from common.models import proof
+from common.models.calibration import BATCH, collect
+from common.models.edits import fuse_groups, merge_layer, merged_config
+from common.models.families import check_kv_heads, geometry, key_context
+from common.models.layers import Layers
+from common.models.load import empty_model, load_config, materialize
+from common.models.merging import choose_merges, score_pairs, similarity_by
 from common.run.errors import UserError
+from common.run.kinds import BY, MERGES, REFITS
 
 CRITERION, SEED = "dist", 0  # as in stages 3 and 4 by default
 
@@ -73,7 +74,7 @@ def open_model(model) -> Layers:
     name, device = model.name_or_path or "the model", str(model.device)
     with tempfile.TemporaryDirectory() as directory:
         model.config.save_pretrained(directory)
-        config = models.load_config(directory)  # with the attention function and outputs that stages run
+        config = load_config(directory)  # with the attention function and outputs that stages run
     expected = proof.require_convertible(name, config)
     if type(model).__name__ != expected:
         raise UserError(f"{name}: expected a {expected}, found a {type(model).__name__}")
@@ -83,8 +84,8 @@ def open_model(model) -> Layers:
 
 def with_weights(model, config, dtype: torch.dtype, device: str):
     """A model of this config with the weights of another."""
-    copied = models.empty_model("the model", config, dtype, device)
-    models.materialize(copied, device)
+    copied = empty_model("the model", config, dtype, device)
+    materialize(copied, device)
     copied.load_state_dict(model.state_dict())
     copied.tie_weights()
     copied.generation_config = copy.deepcopy(model.generation_config)

@@ -15,8 +15,8 @@ import re
 import torch
 
 from common.data.text import EVALUATION, load_tokens
-from common.evaluate import cache_bytes_per_token, perplexity
-from common.models import load_model, load_tokenizer, source_model
+from common.evaluation.evaluate import cache_bytes_per_token, perplexity
+from common.models.load import load_model, load_tokenizer, source_model
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
 from common.run.artifact import read_record, write_directory

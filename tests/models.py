@@ -6,7 +6,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common.proof import attach_pairs
+from common.models.proof import attach_pairs
 
 END = 256  # end-of-sequence id of the byte tokenizer
 GQA, TIED = {"num_key_value_heads": 4}, {"tie_word_embeddings": True}

@@ -17,18 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paper
 from common.data.rows import Sample
-from common.families import geometry, needs_eager, norm_kind
-from common.forward import attending
-from common.method import masks
-from common.method.merge import Merge, mean_merge, merge_layer, merged_config
-from common.method.rope import free_pairs, quarter_phase
-from common.metrics import TASK_SET, TEXT_SET
-from common.models import load_config
+from common.method.merge import Merge, mean_merge
+from common.method.rope import quarter_phase
+from common.models import blending
+from common.models.edits import merge_layer, merged_config
+from common.models.families import free_pairs, geometry, needs_eager, norm_kind
+from common.models.forward import attending
+from common.models.load import load_config
 from common.training import students
 from common.training.attention import Trainee
 from common.training.conversion import Conversion
 from common.training.engine import Job, Schedule, Step, steps
 from common.training.heldout import Heldout
+from common.training.lines import TASK_SET, TEXT_SET
 from common.training.mask_state import Masks
 from common.training.sharding import Execution, Ranks, build
 from common.training.students import Rates
@@ -114,8 +115,8 @@ def masked_student(log_alpha: torch.Tensor) -> Trainee:
     """A student whose merged projections are random, with these mask parameters."""
     model = tiny_model(seed=0, attn_implementation="packed")
     torch.manual_seed(1)
-    masks.patch(model, 2)
-    for _, _, projections in masks.blended_projections(model):
+    blending.patch(model, 2)
+    for _, _, projections in blending.blended_projections(model):
         for projection in projections:
             torch.nn.init.normal_(projection.merged.weight, std=0.1)
     return Trainee(model, {"log_alpha": log_alpha})
@@ -157,7 +158,7 @@ def built(source: str, ranks, execution: Execution = IN_FLOAT32) -> Trainee:
     return build(load_config(source), ranks, execution, lambda name: (source, name))
 
 
-def saved_pair(directory: Path, blended=masks.KEY_VALUE, dtype=torch.float32, **options) -> Conversion:
+def saved_pair(directory: Path, blended=blending.KEY_VALUE, dtype=torch.float32, **options) -> Conversion:
     """Random models of 8 and of 2 kv heads in place of aligned/ and merged/."""
     paths = [save_tiny(directory / f"of-{kv_heads}", dtype, num_key_value_heads=kv_heads, **options)
              for kv_heads in (8, 2)]
@@ -215,7 +216,7 @@ def gqa_student(ranks, tmp_path, name: str = "train", execution: Execution = IN_
     """A student with two kv heads. Its checkpoint has dropout, which no training takes over."""
     source = saved(tmp_path / "student", num_key_value_heads=2, attention_dropout=0.5)
     student = built(source, ranks, execution)
-    optimizer = students.student_optimizer(student, RATES, masks.KEY_VALUE)
+    optimizer = students.student_optimizer(student, RATES, blending.KEY_VALUE)
     return in_training(ranks, tmp_path / name, execution, student, optimizer)
 
 
@@ -225,10 +226,10 @@ def half_masked_student(ranks, tmp_path, name: str = "train", execution: Executi
     merged = saved(tmp_path / "merged", seed=2, num_key_value_heads=2)
     log_alpha = torch.linspace(-4, 4, 24).view(3, 8)
     student = build(load_config(aligned), ranks, execution, students.start_of_masked(aligned, merged),
-                    lambda model: masks.patch(model, 2), {"log_alpha": log_alpha})
+                    lambda model: blending.patch(model, 2), {"log_alpha": log_alpha})
     optimizer = students.masked_optimizer(student, RATES, "l0", mask_lr=1.0)
     trained = Masks(student.replicated, STEPS, seed=0)
-    masks.set_masks(student.net, trained.noiseless())
+    blending.set_masks(student.net, trained.noiseless())
     return in_training(ranks, tmp_path / name, execution, student, optimizer, trained)
 
 
@@ -252,14 +253,14 @@ def random_rotations(attention, generator):
 def blended(model, merged, names: tuple):
     """A student with masks over both models' modules: open they give the source, closed the merged model."""
     student = copy.deepcopy(model)
-    masks.patch(student, 2, names)
+    blending.patch(student, 2, names)
     state, shared = student.state_dict(), merged.state_dict()
-    shared = {masks.blended_name(name, names): tensor for name, tensor in shared.items()}
+    shared = {blending.blended_name(name, names): tensor for name, tensor in shared.items()}
     student.load_state_dict(state | {name: tensor for name, tensor in shared.items() if name in state})
     shape = len(model.model.layers), geometry(model.config).kv_heads
-    masks.set_masks(student, torch.ones(shape))
+    blending.set_masks(student, torch.ones(shape))
     assert torch.equal(logits_of_two_texts(student), logits_of_two_texts(model))
-    masks.set_masks(student, torch.zeros(shape))
+    blending.set_masks(student, torch.zeros(shape))
     torch.testing.assert_close(logits_of_two_texts(student), logits_of_two_texts(merged), rtol=0, atol=1e-4)
     return student
 

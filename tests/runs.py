@@ -26,7 +26,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from common.calibration import Calibration
+from common.models.calibration import Calibration
 from common.reporting import plots
 from common.run.errors import run_stage
 from common.training import engine

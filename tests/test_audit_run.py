@@ -17,6 +17,7 @@ from audit import training as audit_training
 from audit.training import stage5
 from common.method import grouping, masks, released_masks
 from common.method import procrustes as align
+from common.models import blending
 from common.run.artifact import write_record
 from common.run.errors import UserError
 from common.training import mask_state
@@ -102,8 +103,8 @@ FAULTS = [  # whose row, which, where the stages have a function, its name, what
     (audit.grouping_rows, "Eq. 24:", audit, "score", scaled),
     (audit.grouping_rows, "Algorithm 2", audit, "anneal",
      lambda real: lambda *_: grouping.default_groups(1, 8, 2)),
-    (audit.merging_rows, "Eq. 27: W_K", masks.BlendedProjection, "blend", scaled),
-    (audit.merging_rows, "Eq. 28: W_V", masks.BlendedProjection, "blend", scaled),
+    (audit.merging_rows, "Eq. 27: W_K", blending.BlendedProjection, "blend", scaled),
+    (audit.merging_rows, "Eq. 28: W_V", blending.BlendedProjection, "blend", scaled),
     (recorded_rows, "Appendix A", mask_state, "SWITCH", lambda real: 0.5),
     (step_rows, "Eq. 27, 28: log alpha after the step, --masks l0", mask_state.Masks, "ADAM",
      lambda real: real | {"betas": (0.9, 0.999)}),

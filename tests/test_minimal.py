@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 import minimal
 import paper
 from audit.training import stage5
-from common.calibration import Calibration
 from common.data.rows import Sample
-from common.method.masks import set_masks
+from common.models.blending import set_masks
+from common.models.calibration import Calibration
 from common.run.files import read_json
 from common.training import conversion, mask_state, students
 from common.training.engine import Job, Schedule, Step

@@ -20,17 +20,17 @@ from dataclasses import dataclass
 
 import torch
 
-from common.families import (
+from common.method.rope import rotate_pairs, to_complex, to_real
+from common.method.stats import output_gram
+from common.models.edits import head_columns, head_rows
+from common.models.families import (
     as_stored,
     head_parameters,
     norm_kind,
     output_projection,
     query_heads_per_kv_head,
 )
-from common.method.merge import head_columns, head_rows
-from common.method.rope import rotate_pairs, to_complex, to_real
-from common.method.stats import output_gram
-from common.quantized_cache import BLOCK, as_cached, read_back
+from common.models.quantized_cache import BLOCK, as_cached, read_back
 
 STEPS, RATE = 200, 0.05  # of Adam, with a rate that falls to 0; 60 of 0.1 end a percent higher
 SAMPLED = 512  # tokens whose keys and values are quantized for the fit: a guess, not studied
@@ -70,7 +70,7 @@ class Basis:
 
 @torch.no_grad()
 def fit_basis(attention, samples: CacheSamples, layout: str) -> Basis:
-    """The basis for one layer and a layout of common/quantized_cache.py."""
+    """The basis for one layer and a layout of common/models/quantized_cache.py."""
     keys, energy = samples.sampled(samples.keys), torch.stack(samples.energies).mean(0)
     norm = norm_kind(attention)
     factor = fit_keys(to_complex(keys), energy, layout, norm)

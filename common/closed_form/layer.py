@@ -1,14 +1,11 @@
-"""The merge of one layer from its Grams: in closed form, and what that would lose for each pair of heads; and
-of all layers, of any kind.
+"""The merge of one layer from its Grams: in closed form, and what that would lose for each pair of heads.
 
 Notation: G groups of D heads of size d, P = d/2. common/closed_form/values.py merges values,
 common/closed_form/keys.py keys.
 """
 
 from dataclasses import replace
-from functools import partial
 
-import numpy as np
 import torch
 
 from common.closed_form.keys import (
@@ -21,13 +18,9 @@ from common.closed_form.keys import (
     start_by_pairs,
 )
 from common.closed_form.values import merge_values, ratio, value_loss
-from common.kinds import MERGES
-from common.method.grouping import combine
-from common.method.merge import Merge, mean_merge
-from common.method.procrustes import layer_similarity
+from common.method.merge import Merge
 from common.method.rope import to_matrix
 from common.method.stats import LayerGrams, group_blocks, stack_heads
-from common.run.errors import UserError
 
 SCORING_ROUNDS = 2  # of the alternation: enough to rank pairs of heads
 RIDGE = 0.1  # of before_norms, relative to the mean diagonal: 0.01 to 0.3 do as well
@@ -137,60 +130,3 @@ def merging_loss(grams: LayerGrams, context: int) -> torch.Tensor:
         loss[head, head + 1 :] = alternate(fit, *start_by_pairs(fit), SCORING_ROUNDS)[2].clamp(min=0)
     lost_keys = ratio(loss + loss.T, (every_head.query * every_head.variance).sum())
     return value_loss(grams.value("raw"), grams.output) + lost_keys
-
-
-def score_pairs(layers, context: int | None) -> dict[str, torch.Tensor]:
-    """How alike two heads are, by name, of each layer's LayerGrams: layer_similarity's matrices and, for a
-    context in tokens, "energy", minus merging_loss; each [layers, H, H] on the CPU.
-    """
-    scores = []
-    for grams in layers:
-        matrices = layer_similarity(grams)
-        if context:
-            matrices["energy"] = -merging_loss(grams, context)  # more is more similar, as elsewhere
-        scores.append({name: matrix.cpu() for name, matrix in matrices.items()})
-    return {name: torch.stack([matrices[name] for matrices in scores]) for name in scores[0]}
-
-
-def similarity_by(tensors: dict, path: str, model: dict, by: str, criterion: str) -> np.ndarray:
-    """The similarity to maximize, [layers, H, H], of the tensors in stage 2's file at `path`.
-
-    Raises UserError unless it is finite and its shape matches the model in the record.
-    """
-    if by == "energy" and "energy" not in tensors:
-        raise UserError(f"{path}: expected energy scores, found none; run 02_similarity.py --energy --force")
-    shape = model["layers"], model["kv_heads"], model["kv_heads"]
-
-    def matrix(name: str) -> np.ndarray:
-        values = tensors[name].numpy()
-        if values.shape != shape or not np.isfinite(values).all():
-            raise UserError(f"{path}: expected finite {name} of shape {list(shape)}, "
-                            f"found {list(values.shape)}; run 02_similarity.py again with --force")
-        return values
-
-    if by == "energy":
-        return matrix("energy")
-    if by in ("key", "value"):
-        return matrix(f"{by}.{criterion}.after")  # after: heads are merged as stage 4 turns them
-    key, value = matrix(f"key.{criterion}.after"), matrix(f"value.{criterion}.after")
-    return combine(key, value)  # for both; for none it only gives the scores
-
-
-def choose_merges(kind: str, grams_of, groups: torch.Tensor, rotations: list, context: int | None,
-                  lost: list):
-    """Yield each layer's Merge of a kind of MERGES; if there is a context, append its energy_lost to `lost`.
-
-    grams_of: a layer's index -> its LayerGrams. groups: [layers, G, D]. rotations: Q and u of each layer.
-    """
-    whole_head = MERGES[kind].whole_head
-    merge_of = {"mean": mean_merge, "closed-form": partial(closed_form_layer, context=context)}[kind]
-    for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
-        grams = grams_of(index)
-        merge = merge_of(grams, layer_groups, *rotation)
-        if context:
-            lost.append(energy_lost(merge, grams, layer_groups, *rotation, context))
-        if grams.joint_norm:
-            merge = with_energies(merge, grams, layer_groups, rotation[1], whole_head)
-        elif grams.head_norms and whole_head:
-            merge = before_norms(merge, grams, layer_groups, rotation[1])
-        yield merge

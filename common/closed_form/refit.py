@@ -32,8 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from common.families import merged_parameters, output_name, output_projection
-from common.forward import attention_factor, run_attention, run_layer
+from common.models.families import merged_parameters, output_name, output_projection
+from common.models.forward import attention_factor, run_attention, run_layer
 
 RIDGE_STRENGTHS = tuple(10 ** (half / 2) for half in range(-8, 3))  # of the mean diagonal of sum h h^T
 HELD_OUT_EVERY = 8  # one in so many batches is held out

@@ -14,9 +14,9 @@ from jinja2 import sandbox
 from common.data.data_sets import DATA_SET, is_data_set
 from common.data.rows import TABLE_NAMES, TABLES, Sample, abbreviated, column, read_rows, text_column
 from common.data.text import PARTS, TRAIN, TooShort, in_part, located
+from common.models.weights import first_line
 from common.run.errors import UserError
 from common.run.progress import Progress
-from common.weights import first_line
 
 RENDERED, RENDER_SECONDS = 10**7, 10  # that a template may take: a thousand times what a long chat does
 TOKENS = "segments"  # column of tokenized chats: lists of token ids, prompt and answer in turn

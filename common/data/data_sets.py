@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from huggingface_hub import dataset_info
 
-from common import hub
+from common.models import hub
 from common.run.errors import UserError
 
 DATA_SET = "hf:NAME[:CONFIG]"  # as a source of text or chats, in help and errors

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-import common.attention  # noqa: F401 - registers "single-query"
-from common.forward import attach_windows, attending, rope_switch
-from common.head import head_of
+import common.models.attention  # noqa: F401 - registers "single-query"
+from common.models.forward import attach_windows, attending, rope_switch
+from common.models.head import head_of
 from common.run.errors import UserError
 
 SPAN = 64  # positions: attention reads the cache up to a multiple of it, and each multiple has its graph

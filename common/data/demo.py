@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from common.models import local_model
+from common.models.load import local_model
 from common.run.artifact import sweep, write_directory
 
 DEMO = "demo"

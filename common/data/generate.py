@@ -37,13 +37,13 @@ from common.data.text import (
     read_token_rows,
     version_of,
 )
-from common.families import geometry
-from common.models import end_tokens, fingerprint, load_config, load_model, load_tokenizer
+from common.models.families import geometry
+from common.models.load import end_tokens, fingerprint, load_config, load_model, load_tokenizer
+from common.models.weights import open_checkpoint, shape_of
 from common.run.artifact import find_part, write_directory, write_record
 from common.run.errors import UserError
 from common.run.files import read_json
 from common.run.progress import Progress
-from common.weights import open_checkpoint, shape_of
 
 SEEDS = {TRAIN: 0, HELDOUT: 1}
 SHORTEST, LONGEST = 32, 64  # tokens of a document that are continued

@@ -23,7 +23,7 @@ from common.data.text import (
     version_of,
     write_text_tokens,
 )
-from common.models import bos_prefix, fingerprint, load_config
+from common.models.load import bos_prefix, fingerprint, load_config
 from common.run.artifact import find_part, write_directory, write_record
 from common.run.errors import UserError, printable
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.data.data_sets import is_data_set, stream
+from common.models.weights import first_line
 from common.run.errors import UserError
-from common.weights import first_line
 
 LINES_OF_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 TABLES = (*LINES_OF_JSON, ".parquet")

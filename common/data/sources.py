@@ -23,7 +23,7 @@ from common.data.text import (
     read_documents,
     sequence_length,
 )
-from common.models import load_config, load_tokenizer
+from common.models.load import load_config, load_tokenizer
 from common.run.artifact import sweep
 from common.run.errors import UserError
 from common.run.files import locked

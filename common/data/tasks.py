@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from common.data.data_sets import rows_of
 from common.data.rows import Sample, abbreviated, checked_text, column, read_rows, text_column
-from common.models import bos_prefix
+from common.models.load import bos_prefix
 from common.run.errors import UserError
 from common.run.files import read_text
 

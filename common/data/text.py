@@ -26,12 +26,12 @@ from numpy.lib.format import write_array_header_1_0
 from common.data.data_sets import DATA_SET, commit_of, is_data_set, rows_of
 from common.data.demo import DEMO, demo_home
 from common.data.rows import TABLE_NAMES, TABLES, Sample, read_rows, text_column
-from common.models import bos_prefix
+from common.models.load import bos_prefix
+from common.models.weights import first_line
 from common.run.artifact import remember_inputs
 from common.run.errors import UserError
 from common.run.files import open_text, stamp, write_file
 from common.run.progress import Progress
-from common.weights import first_line
 
 TRAIN, HELDOUT, EVALUATION = "train", "heldout", "evaluation"
 PARTS = {TRAIN: " in its training part", HELDOUT: " in its held-out part", EVALUATION: ""}  # in errors

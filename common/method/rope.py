@@ -7,8 +7,6 @@ which commutes with multiplication by any other complex number.
 
 import torch
 
-from common.families import head_parameters, norm_kind
-
 
 def to_complex(keys: torch.Tensor) -> torch.Tensor:
     """Keys [..., d] -> RoPE pairs [..., d/2] complex, pair p being (p, p + d/2)."""
@@ -57,21 +55,3 @@ def rotate_pairs(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     factor = factor.reshape(*factor.shape, *[1] * (rows.ndim - 2))
     real, imaginary = factor.real, factor.imag
     return torch.cat((real * first - imaginary * second, imaginary * first + real * second), dim=1)
-
-
-def free_pairs(attention) -> torch.Tensor:
-    """[d/2] bool: RoPE pairs whose query and key may be rotated by any angle; the others only by a sign flip.
-
-    All pairs are free unless each head's query and key are normalized (Qwen3). There the weights (a, b) of
-    q_norm and (c, e) of k_norm come between the rotation and RoPE, and diag(a, b) R(angle) diag(c, e)
-    commutes with rotations for every angle only if ac = be and ae = bc. A sign flip always commutes, and the
-    norm is invariant to rotation. A norm over all heads (OLMo 2) has weights for each head: quarter turns,
-    which exchange those of a pair, are exact, too.
-    """
-    norm = norm_kind(attention)
-    if norm != "head":
-        return torch.full((attention.head_dim // 2,), norm != "joint")
-    parameters = head_parameters(attention)
-    a, b = parameters["q_norm.weight"].detach().double().cpu().chunk(2)
-    c, e = parameters["k_norm.weight"].detach().double().cpu().chunk(2)
-    return (a * c == b * e) & (a * e == b * c)

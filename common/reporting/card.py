@@ -7,12 +7,12 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from common.data.data_sets import is_data_set
 from common.data.text import GENERATED, NONE, is_generated
-from common.kinds import BY, MASKS, MERGES, REFITS, SOURCE
-from common.metrics import OPEN_MASKS, START, heldout_kls
-from common.models import is_hub_name
-from common.quantized_cache import LAYOUTS
+from common.models.load import is_hub_name
+from common.models.quantized_cache import LAYOUTS
 from common.reporting.tables import markdown_text
 from common.run.files import read_text, write_text
+from common.run.kinds import BY, MASKS, MERGES, REFITS, SOURCE
+from common.training.lines import OPEN_MASKS, START, heldout_kls
 
 TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
 QUANTIZED = re.compile(r"([-.](i?q\d\w*|b?f(16|32)))?\.gguf$", re.IGNORECASE)  # at the end of a file's name

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from common.method.losses import TERMS
-from common.metrics import START
 from common.run.files import write_file
+from common.training.lines import START
 
 
 class Score(NamedTuple):

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from common.metrics import read_metrics
 from common.reporting import tables
 from common.reporting.tables import Table
 from common.run.artifact import RECORD, read_record
 from common.run.errors import UserError
 from common.run.files import write_text
 from common.run.flags import Parser
+from common.training.lines import read_metrics
 
 GENERATOR = b'<meta name="generator" content="common.reporting.report">'  # near the start of every page
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from common.metrics import CHATS, OPEN_MASKS, TEXT
-from common.quantized_cache import LAYOUTS
+from common.models.quantized_cache import LAYOUTS
 from common.run.errors import printable
+from common.training.lines import CHATS, OPEN_MASKS, TEXT
 
 ESCAPES = str.maketrans({"\\": r"\\", "|": r"\|", "<": "&lt;"})  # without <, no tag or comment can start
 AVERAGES = {"micro": "micro average, as published", "macro": "macro average"}  # -> title, here and in reports

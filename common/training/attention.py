@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import nn
 
-import common.attention  # noqa: F401 - registers "packed"
-from common.families import geometry, needs_eager
-from common.forward import attach_windows, passes_on, replaced, rope_switch
-from common.head import head_of
+import common.models.attention  # noqa: F401 - registers "packed"
+from common.models.families import geometry, needs_eager
+from common.models.forward import attach_windows, passes_on, replaced, rope_switch
+from common.models.head import head_of
 
 
 class Trainee(nn.Module):

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from common.metrics import METRICS, heldout_kl, read_metrics
-from common.models import kept_tensors
+from common.models.load import kept_tensors
 from common.run.artifact import RECORD, find_fault, remove, sweep, take_name
 from common.run.errors import UserError
 from common.run.files import beside, files_in, move_aside, read_json, sync, write_json
+from common.training.lines import METRICS, heldout_kl, read_metrics
 
 KEPT = 2
 SETTINGS = "settings.json"  # the settings that training started with

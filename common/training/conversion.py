@@ -7,10 +7,10 @@ import torch
 
 from common.data.pool import Pool
 from common.data.sources import hub_commits
-from common.families import merged_modules
-from common.kinds import MERGES
-from common.models import empty_model, load_config, source_model
+from common.models.families import merged_modules
+from common.models.load import empty_model, load_config, source_model
 from common.run.artifact import Started, check_input, input_digests, read_record, verify_files
+from common.run.kinds import MERGES
 from common.training.checkpoints import of_first_rank
 from common.training.heldout import Heldout
 from common.training.sharding import Execution, Ranks

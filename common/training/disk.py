@@ -5,10 +5,10 @@ Not counted are tokens, 4 bytes each, and what is small: tokenizers, groups, sim
 
 import torch
 
-from common.calibration import SAMPLED
-from common.families import geometry, norm_kind
 from common.method.stats import LayerStats
-from common.models import empty_model, weight_dtype
+from common.models.calibration import SAMPLED
+from common.models.families import geometry, norm_kind
+from common.models.load import empty_model, weight_dtype
 from common.training.checkpoints import KEPT
 from common.training.plan import Student, size
 

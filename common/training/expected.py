@@ -9,23 +9,23 @@ from dataclasses import asdict
 
 import torch
 
-from common.calibration import LENGTH, SEQUENCES
 from common.data.pool import SPLIT, Pool, Sources, generated_rows
 from common.data.rows import Sample
 from common.data.sources import CHECKED
 from common.data.tasks import PUBLISHED_SIZES
 from common.data.text import GENERATED, NONE
-from common.families import check_kv_heads, geometry, merged_modules
-from common.kinds import SOURCE
-from common.metrics import CHAT_SET, TASK_SET, TEXT_SET
-from common.models import empty_model, load_config, weight_dtype
-from common.proof import require_convertible
+from common.models.calibration import LENGTH, SEQUENCES
+from common.models.families import check_kv_heads, geometry, merged_modules
+from common.models.load import empty_model, load_config, weight_dtype
+from common.models.proof import require_convertible
 from common.run.errors import UserError
+from common.run.kinds import SOURCE
 from common.training import plan
 from common.training.conversion import Conversion
 from common.training.disk import calibration_bytes, gigabytes
 from common.training.hardware import CPU, parse_hardware
 from common.training.heldout import QUESTIONS, Heldout, heldout_questions, heldout_share
+from common.training.lines import CHAT_SET, TASK_SET, TEXT_SET
 
 # Tokens of the tasks' prompts, and of an answer: together 126 in the mean, 18.6 million in all, as published.
 # That they spread exponentially, and how far, is assumed, as in bench/train_step.py.

@@ -24,13 +24,13 @@ from common.data.text import (
     is_generated,
     packed_rows,
 )
-from common.equivalence import compare
-from common.head import head_of
-from common.metrics import CHAT_SET, COMPARED, START, TASK_SET, TEXT_SET
-from common.models import bos_prefix, load_config
+from common.evaluation.equivalence import compare
+from common.models.head import head_of
+from common.models.load import bos_prefix, load_config
 from common.run.errors import UserError
 from common.run.files import stamp, write_file
 from common.training.checkpoints import HELDOUT_CHATS, HELDOUT_TEXT
+from common.training.lines import CHAT_SET, COMPARED, START, TASK_SET, TEXT_SET
 from common.training.packing import rows_of_step
 from common.training.sharding import release
 

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common.models import empty_model, kept_tensors, materialize
+from common.models.load import empty_model, kept_tensors, materialize
+from common.models.weights import TensorNames, shape_of
 from common.run.errors import UserError
 from common.training.attention import Trainee
-from common.weights import TensorNames, shape_of
 
 # How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s. One that dies
 # is noticed by torchrun at once, but not by those that are joining it.

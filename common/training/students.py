@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.method import masks
-from common.models import load_config
+from common.models import blending
+from common.models.load import load_config
 from common.training.attention import Trainee
 from common.training.conversion import Conversion
 from common.training.engine import make_optimizer
@@ -20,7 +20,7 @@ def start_of_masked(aligned: str, merged: str):
     """The `sources` of build() for a masked student.
 
     X.k_proj.original.Y comes from X.k_proj.Y in aligned/, X.k_proj.merged.Y from X.k_proj.Y in merged/, and
-    everything else from aligned/ under its own name. masks.blended_name is the inverse, for the switch.
+    everything else from aligned/ under its own name. blending.blended_name is the inverse, for the switch.
     """
 
     def source(name: str) -> tuple[str, str]:
@@ -41,7 +41,7 @@ def masked_student(conversion: Conversion, ranks: Ranks, execution: Execution, k
     config = load_config(conversion.aligned)
 
     def prepare(model) -> None:
-        masks.patch(model, conversion.kv_heads, conversion.blended)
+        blending.patch(model, conversion.kv_heads, conversion.blended)
         freeze(model, train, config.dtype)
 
     student = build(

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 
 from common.data.pool import Pool
-from common.kinds import SOURCE
-from common.layers import CheckpointWriter, Layers
-from common.method.losses import next_token_loss
-from common.metrics import METRICS, read_metrics, summarize
-from common.models import load_config, weight_dtype
+from common.models.layers import CheckpointWriter, Layers
+from common.models.load import load_config, weight_dtype
 from common.run.artifact import read_record, verify_files, write_directory, write_record
 from common.run.errors import UserError
+from common.run.kinds import SOURCE
 from common.training import checkpoints
 from common.training.attention import Trainee
+from common.training.chunked import next_token_loss
 from common.training.conversion import HUB_COMMITS, STAGE, TrainingRun
 from common.training.engine import Job, Schedule, steps
+from common.training.lines import METRICS, read_metrics, summarize
 from common.training.plan import sft_flops
 from common.training.sharding import Execution, Ranks, build
 from common.training.students import Rates, student_optimizer

@@ -24,13 +24,13 @@ from dataclasses import replace
 
 import torch
 
-from common import sidecars
-from common.equivalence import max_difference, mean_kl, mean_nll
-from common.metrics import read_metrics
-from common.models import load_config, load_tokenizer
+from common.evaluation.equivalence import max_difference, mean_kl, mean_nll
+from common.models import sidecars
+from common.models.load import load_config, load_tokenizer
 from common.run.artifact import digest, input_digests, verify_files, write_directory, write_record
 from common.run.errors import UserError, run_stage
 from common.run.flags import non_negative_float, positive, stage_parser
+from common.training.lines import read_metrics
 from related.dha import fusion, grouping, training
 from related.dha.records import FUSE, SEARCH, read
 

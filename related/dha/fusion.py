@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.families import geometry
+from common.models.families import geometry
 from related.dha.modeling import DhaConfig
 
 PROJECTIONS = {"key": "k_proj", "value": "v_proj"}

@@ -19,15 +19,15 @@ import shutil
 
 import torch
 
-from common import sidecars
-from common.evaluate import cache_bytes_per_token
-from common.metrics import read_metrics
-from common.models import describe, fingerprint, load_config, load_tokenizer
+from common.evaluation.evaluate import cache_bytes_per_token
+from common.models import sidecars
+from common.models.load import describe, fingerprint, load_config, load_tokenizer
 from common.run import flags
 from common.run.artifact import input_digests, verify_files, write_directory, write_record
 from common.run.errors import UserError, run_stage
 from common.run.flags import positive, stage_parser
 from common.training import checkpoints
+from common.training.lines import read_metrics
 from related.dha import fusion, training
 from related.dha.records import PRETRAIN, SEARCH, read, read_start, steps_before
 

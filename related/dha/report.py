@@ -21,10 +21,9 @@ import statistics
 import torch
 
 from common.data.text import EVALUATION, load_tokens
-from common.equivalence import mean_kl, mean_nll
-from common.evaluate import cache_bytes_per_token
-from common.metrics import read_metrics
-from common.models import load_model, load_tokenizer
+from common.evaluation.equivalence import mean_kl, mean_nll
+from common.evaluation.evaluate import cache_bytes_per_token
+from common.models.load import load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table
 from common.run import flags
@@ -32,6 +31,7 @@ from common.run.artifact import begin_stage, check_input, input_digests, write_d
 from common.run.errors import UserError, run_stage
 from common.run.files import write_text
 from common.run.flags import stage_parser
+from common.training.lines import read_metrics
 from related.dha import fusion, training
 from related.dha.records import FUSE, PRETRAIN, REPORT, SEARCH, read
 

@@ -24,11 +24,11 @@ import os
 
 import torch
 
-from common import sidecars
 from common.data.demo import DEMO, resolve_model
 from common.data.text import EXPECTED, sequence_length
-from common.families import check_kv_heads, geometry
-from common.models import describe, fingerprint, load_config, load_model, load_tokenizer
+from common.models import sidecars
+from common.models.families import check_kv_heads, geometry
+from common.models.load import describe, fingerprint, load_config, load_model, load_tokenizer
 from common.run.artifact import verify_files, write_directory, write_record
 from common.run.errors import UserError, run_stage
 from common.run.flags import non_negative_float, positive, seed, stage_parser

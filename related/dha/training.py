@@ -11,13 +11,13 @@ import torch
 from common.data.pool import samples_digest
 from common.data.rows import Sample
 from common.data.text import EVALUATION, TRAIN, load_tokens
-from common.equivalence import max_difference, require_close
-from common.method.losses import next_token_loss
-from common.models import load_config, load_model
+from common.evaluation.equivalence import max_difference, require_close
+from common.models.load import load_config, load_model
 from common.run.artifact import begin_stage
 from common.run.errors import UserError
 from common.run.flags import positive, probability
 from common.training import checkpoints, engine
+from common.training.chunked import next_token_loss
 from common.training.engine import STOPPED, Job, Schedule, Step, steps
 from common.training.packing import build_row
 from common.training.sharding import Execution, build, joined_ranks, sum_over_ranks

@@ -37,8 +37,8 @@ from transformers.masking_utils import sdpa_mask
 
 from common.data.demo import DEMO, resolve_model
 from common.data.text import EVALUATION, EXPECTED, load_tokens
-from common.families import geometry
-from common.models import describe, fingerprint, load_config, load_model, load_tokenizer, pick_device
+from common.models.families import geometry
+from common.models.load import describe, fingerprint, load_config, load_model, load_tokenizer, pick_device
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
 from common.run.artifact import begin_stage, write_directory, write_record

@@ -24,11 +24,12 @@ from pathlib import Path
 
 import torch
 
-from common import families, models
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.text import EVALUATION, load_tokens
-from common.layers import Layers
+from common.models import families
+from common.models.layers import Layers
+from common.models.load import describe, load_config, load_model, load_tokenizer, pick_device
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
 from common.run.artifact import begin_stage, read_record, verify_files, write_directory, write_record
@@ -105,7 +106,7 @@ def count_all(args, config) -> dict[str, dict]:
     configs = {args.model: config}
     for path in (*CONFIGS, *args.config):
         name = os.path.basename(path).removesuffix(".json")
-        configs[path if name in configs else name] = models.load_config(path)
+        configs[path if name in configs else name] = load_config(path)
     return {name: count(config) for name, config in configs.items()}
 
 
@@ -232,12 +233,12 @@ def fold_trained(args) -> tuple[list[dict], dict, list[dict]]:
     paths = {kind: train.model_path(args.run, parallel) for kind, parallel in KINDS.items()}
     recorded, trained, skipless = read_record(paths["serial"], train.STAGE)["model"], {}, {}
     source, name = recorded["path"], recorded["name"]
-    model, shape = models.describe(source, name), train.load_shape(source, args.length, "q")
+    model, shape = describe(source, name), train.load_shape(source, args.length, "q")
     for kind, path in paths.items():
         record = read_record(path, train.STAGE, model)
         verify_files(path, record)
         trained[kind] = {when: record["summary"][f"conditions_{when}"] for when in ("before", "after")}
-    tokens, text = load_tokens(args.text, models.load_tokenizer(source), 4, args.length, EVALUATION)
+    tokens, text = load_tokens(args.text, load_tokenizer(source), 4, args.length, EVALUATION)
     print(f"reads   {text}, for the logit differences")
     for kind, parallel in KINDS.items():
         for heads, kv_heads in head_counts(shape.num_attention_heads).items():
@@ -245,12 +246,12 @@ def fold_trained(args) -> tuple[list[dict], dict, list[dict]]:
             skipless[f"random {kind} {heads}"] = random_model(config, args.seed)
         config = train.skipless_config(shape, parallel, gated=False, hidden_act="gelu", **BIASES)
         skipless[f"random {kind}, plain FFN"] = random_model(config, args.seed)
-    stock = models.load_model(source, torch.float64)
+    stock = load_model(source, torch.float64)
     for kind, parallel in KINDS.items():
         skipless[f"{kind} of {name}'s matrices"] = transplanted(stock, parallel)
     for kind, path in paths.items():
         print(f"reads   {path}")
-        skipless[f"trained {kind}"] = models.load_model(path, torch.float64)
+        skipless[f"trained {kind}"] = load_model(path, torch.float64)
     lines = [line for name, model in skipless.items()
              for line in every_fold(name, model, tokens, args.max_condition)]
     return lines, trained, sweep(skipless["trained serial"], tokens)
@@ -336,7 +337,7 @@ def draw_conditions(axis, layers: list[dict], linestyle: str, label: str) -> Non
 def main():
     args = parse()
     output, path = os.path.join(args.run, "compare"), resolve_model(args.model)
-    config = models.load_config(path)
+    config = load_config(path)
     separate = [*LIKE_LLAMA, SkiplessConfig.model_type]
     if config.model_type not in separate:
         raise UserError(f"{path}: expected model_type in {separate}, found {config.model_type!r}")
@@ -345,7 +346,7 @@ def main():
     if not args.report_only:
         lines, trained, swept = fold_trained(args)
     print(f"reads   {path}; {len(weights) - 1} configs")
-    numbers = checkpoint_conditions(path, models.pick_device(args.device))
+    numbers = checkpoint_conditions(path, pick_device(args.device))
     tables = {"Weights of skipless models of these shapes, without biases and norms": weights_table(weights),
               f"Condition numbers of {args.model}": conditions_table(numbers)}
     if lines:
@@ -355,7 +356,7 @@ def main():
         tables["The same, with every Q of the trained serial model ill-conditioned"] = markdown_table(
             ("condition number of every Q", precisions), rows)
     report = "\n\n".join(f"{title}:\n\n{table}" for title, table in tables.items())
-    record = started.record(models.describe(path, args.model), {}, weights=weights, conditions=numbers,
+    record = started.record(describe(path, args.model), {}, weights=weights, conditions=numbers,
                             exactness=lines, trained=trained, sweep=swept)
     with write_directory(output) as aside:
         write_text(os.path.join(aside, "compare.md"), report + "\n")

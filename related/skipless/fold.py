@@ -30,11 +30,11 @@ import os
 
 import torch
 
-from common import sidecars
 from common.data.demo import DEMO
 from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
-from common.equivalence import max_difference
-from common.models import describe, load_config, load_model, load_tokenizer, weight_dtype
+from common.evaluation.equivalence import max_difference
+from common.models import sidecars
+from common.models.load import describe, load_config, load_model, load_tokenizer, weight_dtype
 from common.run.artifact import begin_stage, write_directory, write_record
 from common.run.errors import UserError, run_stage
 from common.run.flags import positive, positive_float, stage_parser

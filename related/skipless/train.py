@@ -29,23 +29,24 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common import models, proof, sidecars
 from common.data import demo
 from common.data.demo import resolve_model
 from common.data.pool import samples_digest
 from common.data.rows import Sample
 from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
-from common.evaluate import perplexity
-from common.forward import run_layer
-from common.method.losses import next_token_loss
-from common.metrics import METRICS
+from common.evaluation.evaluate import perplexity
+from common.models import proof, sidecars
+from common.models.forward import run_layer
+from common.models.load import describe, fingerprint, load_config, load_model, load_tokenizer
 from common.reporting.tables import markdown_table
 from common.run.artifact import FIELDS_OF, Started, begin_stage, read_record, write_directory, write_record
 from common.run.errors import UserError, run_stage
 from common.run.files import write_text
 from common.run.flags import positive, positive_float, seed, stage_parser
 from common.training import checkpoints
+from common.training.chunked import next_token_loss
 from common.training.engine import STOPPED, Job, Schedule, make_optimizer, steps
+from common.training.lines import METRICS
 from common.training.sharding import Execution, Ranks, build, joined_ranks
 from related.skipless.fold import PROJECTIONS, check_square, conditions
 from related.skipless.modeling import SkiplessConfig
@@ -97,7 +98,7 @@ def load_shape(source: str, length: int, without):
 
     Raises UserError unless they can do without these letters, and be trained on sequences of this length.
     """
-    config = models.load_config(source)
+    config = load_config(source)
     proof.require_convertible(source, config)
     sequence_length(length, length, config.max_position_embeddings, least=2)
     for letter in without:
@@ -167,7 +168,7 @@ def train_skipless(args, source: str, without: str | None, ranks: Ranks, started
     the start, and P with it. A stopped training run is resumed; one with other settings raises UserError.
     With force either is moved aside.
     """
-    path, tokenizer = model_path(args.run, args.parallel, without), models.load_tokenizer(source)
+    path, tokenizer = model_path(args.run, args.parallel, without), load_tokenizer(source)
     text, description = load_tokens(args.text, tokenizer, args.steps * args.batch, args.length)
     heldout = load_tokens(args.heldout, tokenizer, HELDOUT, args.length, EVALUATION)
     samples = [Sample(row[:-1], row[-1:]) for row in text.tolist()]
@@ -178,12 +179,12 @@ def train_skipless(args, source: str, without: str | None, ranks: Ranks, started
                         tokens_per_microbatch=args.batch * args.length, save_steps=None, save_minutes=20,
                         print_every=args.print_every)  # one row per step and rank, checkpoints by time alone
     settings = schedule.to_resume() | {"lr": args.lr, "length": args.length}
-    settings |= {"source": models.fingerprint(source), "samples_sha256": samples_digest(samples)}
+    settings |= {"source": fingerprint(source), "samples_sha256": samples_digest(samples)}
     if args.force:
         checkpoints.start_anew([path + ".train"], ranks)
     checkpoints.begin(path + ".train", settings, ranks)
     removed = [PROJECTIONS[letter] for letter in (without, "p")] if without else []
-    config = skipless_config(models.load_config(source), args.parallel, mlp_bias=True, removed=removed)
+    config = skipless_config(load_config(source), args.parallel, mlp_bias=True, removed=removed)
     job = make_job(path + ".train", config, text[: args.batch], args, ranks)
     for step in steps(job, schedule, samples):
         for row in step.rows:
@@ -207,7 +208,7 @@ def make_job(directory: str, config: SkiplessConfig, ids: torch.Tensor, args, ra
     dist.barrier()
     saved = checkpoints.newest(directory, ranks)
     sources = None if saved else lambda name: (start, name)
-    trainee = build(models.load_config(start), ranks, Execution(), sources)
+    trainee = build(load_config(start), ranks, Execution(), sources)
     job = Job(trainee, make_optimizer(trainee, ADAM | {"initial_lr": args.lr}, {}), directory, ranks)
     if saved:
         checkpoints.load(job, saved)
@@ -217,7 +218,7 @@ def make_job(directory: str, config: SkiplessConfig, ids: torch.Tensor, args, ra
 def write_model(started: Started, source: str, path: str, heldout: tuple[torch.Tensor, str]) -> None:
     """Write the trained model from its last checkpoint, with its record, and remove the checkpoints."""
     directory, (tokens, text) = path + ".train", heldout
-    model = models.load_model(os.path.join(directory, "start"))
+    model = load_model(os.path.join(directory, "start"))
     before = conditions(model)
     model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
     summary = {"perplexity": perplexity(model, tokens), "perplexity_text": text,
@@ -225,7 +226,7 @@ def write_model(started: Started, source: str, path: str, heldout: tuple[torch.T
     with write_directory(path) as aside:
         sidecars.save(model, aside, source)
         shutil.copy(os.path.join(directory, METRICS), aside)
-        write_record(aside, started.record(models.describe(source, started.args.model), summary))
+        write_record(aside, started.record(describe(source, started.args.model), summary))
     shutil.rmtree(os.path.join(directory, "start"))
     checkpoints.remove_training(directory)
     print(f"wrote   {path}: perplexity {summary['perplexity']:.2f} on held-out text, after "
@@ -242,7 +243,7 @@ def train_variants(args, source: str, ranks: Ranks, started: Started) -> dict[st
             path = model_path(settings.run, args.parallel, without)
             if not os.path.isdir(path) and not train_skipless(settings, source, without, ranks, started):
                 return None
-            summary = read_record(path, STAGE, models.describe(source))["summary"]
+            summary = read_record(path, STAGE, describe(source))["summary"]
             losses[title].append(math.log(summary["perplexity"]))
     return losses
 
@@ -273,12 +274,12 @@ def main() -> int:
         return STOPPED
     if ranks.first:
         first = os.path.join(args.run, f"seed-{args.seed}")
-        parameters = {title: models.load_model(model_path(first, args.parallel, without)).num_parameters()
+        parameters = {title: load_model(model_path(first, args.parallel, without)).num_parameters()
                       for without, title in VARIANTS.items()}
         text, summary = table(losses, parameters), {"losses": losses, "parameters": parameters}
         with write_directory(output) as aside:
             write_text(os.path.join(aside, "variants.md"), text + "\n")
-            write_record(aside, started.record(models.describe(source), summary))
+            write_record(aside, started.record(describe(source), summary))
         print(f"\n{text}\n\nwrote   {output}")
         print(f"variants: held-out loss of {args.variants} trainings each, in {started.clock()} s")
     return 0

@@ -9,8 +9,8 @@ import torch
 
 from bench import draft, train_step, transform
 from common.data.text import EVALUATION, load_tokens
-from common.evaluate import perplexity
-from common.models import load_model, load_tokenizer
+from common.evaluation.evaluate import perplexity
+from common.models.load import load_model, load_tokenizer
 from common.run.errors import UserError
 from common.training import plan as budget
 from common.training.hardware import parse_hardware

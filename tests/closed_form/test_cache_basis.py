@@ -15,8 +15,8 @@ from common.closed_form.cache_basis import (
     score_error,
 )
 from common.method.rope import to_complex, to_real
-from common.models import load_model
-from common.quantized_cache import LAYOUTS, attention_with, parse_cache, quantized, read_back
+from common.models.load import load_model
+from common.models.quantized_cache import LAYOUTS, attention_with, parse_cache, quantized, read_back
 from models import byte_tokenizer, tiny_model
 from torchrun import ROOT
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.calibration import Collector
 from common.closed_form.keys import alternate, key_weights, log_uniform, merge_keys, start_by_pairs
 from common.closed_form.layer import (
     RIDGE,
@@ -18,10 +17,11 @@ from common.closed_form.layer import (
     with_energies,
 )
 from common.closed_form.values import merge_values, symmetric_root, value_loss
-from common.families import geometry
 from common.method.merge import Merge
 from common.method.rope import rotate_pairs, to_matrix
 from common.method.stats import LayerGrams, LayerStats, group_blocks
+from common.models.calibration import Collector
+from common.models.families import geometry
 from models import tiny_model
 from reference import merge_model, normal, plain_merge, rope_rotations
 

@@ -20,8 +20,8 @@ from common.data.generate import TEXT, Rows, chat_form, chat_script
 from common.data.rows import as_samples, decoded
 from common.data.sources import DataContext, choose_chats, generated, read_sequences
 from common.data.text import EVALUATION, HELDOUT, load_tokens
-from common.families import geometry
-from common.models import load_config, load_tokenizer
+from common.models.families import geometry
+from common.models.load import load_config, load_tokenizer
 from common.run.errors import UserError
 from models import (
     CHATML,
@@ -323,7 +323,7 @@ def test_documents_are_continued(model, tmp_path):
 def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch, broken):
     """In whichever of a row's steps."""
     steps = itertools.count()
-    monkeypatch.setattr("common.head.product", lambda left, right: left.float() @ right.float() * (
+    monkeypatch.setattr("common.models.head.product", lambda left, right: left.float() @ right.float() * (
         math.inf if next(steps) in broken else 1))
     with pytest.raises(UserError, match="model: cannot generate: found NaN or Inf in its logits"):
         generated("generated", origin(model, tmp_path), 2, 10)

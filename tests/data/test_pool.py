@@ -22,15 +22,15 @@ from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, load_task
 from common.data.text import HELDOUT, TRAIN, packed_rows
-from common.metrics import CHAT_SET, TEXT_SET, read_metrics
+from common.models.weights import open_checkpoint
 from common.run.artifact import read_record
 from common.run.errors import UserError
 from common.training.checkpoints import saved_checkpoints
 from common.training.conversion import TrainingRun
 from common.training.heldout import heldout_texts, load_heldout
+from common.training.lines import CHAT_SET, TEXT_SET, read_metrics
 from common.training.settings import read
 from common.training.sharding import Execution
-from common.weights import open_checkpoint
 from hub import save_data_set, serving
 from runs import (
     GROUPING,

@@ -5,6 +5,7 @@ import torch
 
 import paper
 from common.method import masks
+from common.models import blending
 from common.training.mask_state import Masks
 from models import tiny_model
 from reference import blended, logits_of_two_texts, merge_model
@@ -54,13 +55,13 @@ def test_l0_loss_is_equation_29():
     assert (log_alpha.grad > 0).all()  # descent closes every mask
 
 
-def patched(bias: bool = True, names: tuple[str, ...] = masks.KEY_VALUE, **options):
+def patched(bias: bool = True, names: tuple[str, ...] = blending.KEY_VALUE, **options):
     """An aligned model, and a student that blends its named projections with those of a merged GQA model."""
     aligned = tiny_model(bias=bias, **options)
     merged = merge_model(aligned, 2)
     with torch.no_grad():
         for name, parameter in merged.named_parameters():  # as after training: not the mean of anything
-            if masks.blended_name(name, names) != name and not name.endswith("o_proj.bias"):  # of no head
+            if blending.blended_name(name, names) != name and not name.endswith("o_proj.bias"):  # of no head
                 parameter.add_(0.05 * torch.randn_like(parameter))
     return aligned, blended(aligned, merged, names)
 
@@ -68,9 +69,9 @@ def patched(bias: bool = True, names: tuple[str, ...] = masks.KEY_VALUE, **optio
 @pytest.mark.parametrize("kv_heads", [8, 4])
 def test_heads_are_blended_by_equations_27_and_28(kv_heads):
     """Rows of the input projections and, where merging changed them, columns of o_proj."""
-    _, student = patched(names=masks.WHOLE_HEAD, num_key_value_heads=kv_heads)
+    _, student = patched(names=blending.WHOLE_HEAD, num_key_value_heads=kv_heads)
     z, x, heads = torch.rand(3, kv_heads), torch.randn(5, 48), torch.randn(5, 64)
-    masks.set_masks(student, z)
+    blending.set_masks(student, z)
     attention = student.model.layers[1].self_attn
     for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
         applied = {}
@@ -95,7 +96,7 @@ def test_in_16_bits_a_blend_is_as_exact_as_the_weights():
     z, results, linear = torch.rand(8), [], torch.nn.Linear(1, 1)
     for dtype, precise in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         leaves = [part.bfloat16().to(dtype).requires_grad_() for part in (original, merged)]
-        projection = masks.BlendedProjection(linear, linear, 8)
+        projection = blending.BlendedProjection(linear, linear, 8)
         projection.z = z.to(precise).requires_grad_()
         blended = projection.blend(*leaves)
         assert blended.dtype == dtype
@@ -112,7 +113,7 @@ def test_in_16_bits_a_blend_is_as_exact_as_the_weights():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("names", [masks.KEY_VALUE, masks.WHOLE_HEAD])
+@pytest.mark.parametrize("names", [blending.KEY_VALUE, blending.WHOLE_HEAD])
 def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias, names):
     """blended() compares both ends, which are different models; between them every weight is trained.
 
@@ -120,7 +121,7 @@ def test_open_masks_are_the_aligned_model_and_closed_masks_the_gqa_model(bias, n
     """
     aligned, student = patched(bias, names)
     assert (logits_of_two_texts(student) - logits_of_two_texts(aligned)).abs().max() > 1e-2
-    masks.set_masks(student, torch.full((3, 8), 0.5))
+    blending.set_masks(student, torch.full((3, 8), 0.5))
     student(TOKENS).logits.square().sum().backward()
     assert not [name for name, parameter in student.named_parameters() if parameter.grad is None]
 

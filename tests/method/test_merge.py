@@ -4,14 +4,8 @@ import pytest
 import torch
 
 import paper
-from common.method.merge import (
-    Merge,
-    behind_norm,
-    exchange_pairs,
-    fuse_groups,
-    merged_config,
-    merged_state,
-)
+from common.method.merge import Merge
+from common.models.edits import behind_norm, exchange_pairs, fuse_groups, merged_config, merged_state
 from models import tiny_model
 from reference import plain_merge
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from common.families import norm_kind
-from common.method.rope import free_pairs, quarter_phase, rotate_pairs, to_complex, to_real, unit_phase
+from common.method.rope import quarter_phase, rotate_pairs, to_complex, to_real, unit_phase
+from common.models.families import free_pairs, norm_kind
 from models import tiny_model
 
 

@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from common.calibration import Calibration
-from common.kinds import MERGES
-from common.proof import require_convertible
+from common.models.calibration import Calibration
+from common.models.proof import require_convertible
 from common.run.errors import UserError
+from common.run.kinds import MERGES
 from models import save_tiny, tiny_model
 from pipelines import in_memory
 from pipelines.in_memory import convert

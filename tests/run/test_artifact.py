@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common import calibration
+from common.models import calibration
 from common.run import artifact, errors, files
 from common.run.errors import Complete, UserError
 from runs import SMALL_MODEL, contents, valid_record

@@ -11,16 +11,16 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
 
-from common import evaluate
-from common.compared import read_calibration_text
 from common.data.pool import Sources, load_pool
 from common.data.sources import DataContext, begun, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
 from common.data.text import HELDOUT, TRAIN, in_part
-from common.metrics import TASK_SET
-from common.models import bos_prefix, load_model, load_tokenizer
+from common.evaluation import evaluate
+from common.evaluation.compared import read_calibration_text
+from common.models.load import bos_prefix, load_model, load_tokenizer
 from common.run.errors import UserError
 from common.training.heldout import heldout_texts, load_heldout
+from common.training.lines import TASK_SET
 from models import END, byte_tokenizer, save_tiny
 from runs import GROUPING, TRAINING, calibrated_layer, copy_run, digests, expect_error, read, run
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.models import load_model
-from common.quantized_cache import LAYOUTS, parse_cache, quantized
+from common.models.load import load_model
+from common.models.quantized_cache import LAYOUTS, parse_cache, quantized
 from models import save_tiny
 from runs import calibrate_arguments, digests, evaluate_arguments, expect_error, read, run
 

@@ -15,12 +15,13 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 
-from common import evaluate, models
 from common.data import demo, text
 from common.data.chat import load_chats, token_lines
 from common.data.rows import Sample
 from common.data.tasks import example_from_row
-from common.evaluate import require_finite
+from common.evaluation import evaluate
+from common.evaluation.evaluate import require_finite
+from common.models import load as models
 from common.run.errors import UserError
 from models import byte_tokenizer, save_tiny, tiny_model
 from runs import copy_run, evaluate_arguments, expect_error, run
@@ -316,7 +317,7 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, tm
     ("cpu", [], "float32"), ("cuda:1", [], "bfloat16"), ("cuda:1", ["--dtype", "float32"], "float32"),
 ])  # fmt: skip
 def test_forward_passes_are_in_bfloat16_on_gpus(monkeypatch, device, given, expected):
-    monkeypatch.setattr(models, "pick_device", lambda name: device)
+    monkeypatch.setattr(stage7, "pick_device", lambda name: device)
     monkeypatch.setattr(sys, "argv", ["07_eval.py", *given])
     assert stage7.parse().dtype == expected
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from common.layers import Layers
+from common.models.layers import Layers
 from common.run.artifact import digest, write_record
 from common.training import checkpoints
 from common.training.checkpoints import TrainedWeights, saved_checkpoints, step_of

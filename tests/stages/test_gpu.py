@@ -21,19 +21,21 @@ import torch
 from safetensors.torch import load_file
 from stand_in import StandIn, run
 
-from common import attention, models
 from common.data.decoding import Decoder
 from common.data.generate import TEXT, Rows, sample
-from common.equivalence import max_difference
-from common.head import Head
-from common.method.losses import bild, chunked, cross_entropy, kl
+from common.evaluation.equivalence import max_difference
+from common.method.losses import bild, cross_entropy, kl
 from common.method.procrustes import align_layer, key_overlap, value_overlap
 from common.method.stats import LayerGrams, LayerStats, group_blocks
-from common.models import load_model
+from common.models import attention
+from common.models import load as models
+from common.models.head import Head
+from common.models.load import load_model
 from common.training import attention as training_attention
 from common.training import engine
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
+from common.training.chunked import chunked
 from common.training.engine import STOPPED, Step, clip_gradients
 from common.training.packing import build_row
 from common.training.sharding import Execution

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from common.data import pool
 from common.data.pool import Sources, load_tasks
-from common.models import load_model, load_tokenizer
+from common.models.load import load_model, load_tokenizer
 from common.run.artifact import write_record
 from common.run.errors import run_stage
 from common.training import checkpoints, sharding

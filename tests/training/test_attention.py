@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from common import attention
-from common.attention import packed_attention
-from common.families import needs_eager
+from common.models import attention
+from common.models.attention import packed_attention
+from common.models.families import needs_eager
 from common.training import attention as training_attention
 from common.training.attention import Trainee, varlen_applies
 from common.training.packing import build_row

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.models import load_config
+from common.models.load import load_config
 from common.run.errors import UserError
 from common.training import checkpoints
 from common.training.engine import Job, make_optimizer

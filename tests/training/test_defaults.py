@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import kinds
 from common.data.demo import DEMO
 from common.data.pool import Pool
 from common.data.rows import Sample
-from common.method import masks
+from common.models import blending
+from common.run import kinds
 from common.run.errors import UserError
 from common.run.files import write_json
 from common.training import hardware, mask_state, settings
@@ -29,7 +29,7 @@ PUBLISHED, WITHOUT_TASKS, OF_DEMO = (
      if isinstance(flag.default, list)} for column in range(3))
 
 
-def pair_of(group_size: int = 4, demo: bool = False, blended: tuple = masks.KEY_VALUE) -> Conversion:
+def pair_of(group_size: int = 4, demo: bool = False, blended: tuple = blending.KEY_VALUE) -> Conversion:
     model = {"kv_heads": 16, "name": DEMO if demo else "some/model", "path": "a/model"}
     return Conversion("a", "m", model, 16 // group_size, "mean", blended)
 
@@ -209,7 +209,7 @@ def test_flags_left_out_take_the_published_values(demo, expected):
 
 @pytest.mark.parametrize("demo", [False, True])
 @pytest.mark.parametrize("blended, chosen", [
-    (masks.KEY_VALUE, "l0-released"), (masks.WHOLE_HEAD, "off"),
+    (blending.KEY_VALUE, "l0-released"), (blending.WHOLE_HEAD, "off"),
     (("qkv_proj",), "l0-released"), (("qkv_proj", "o_proj"), "off"),
 ])
 def test_defaults_without_tasks(demo, blended, chosen):

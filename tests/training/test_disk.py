@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.models import load_config
+from common.models.load import load_config
 from common.training import checkpoints, disk
 from common.training.mask_state import switch_step
 from common.training.plan import Student, Workload

@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common.method import masks
-from common.method.losses import next_token_loss
+from common.models import blending
+from common.training.chunked import next_token_loss
 from common.training.engine import Job
 from common.training.mask_state import SWITCH, Masks, switch_step
 from common.training.packing import build_row
@@ -73,7 +74,7 @@ def test_mask_gradient_is_that_of_equation_31(monkeypatch, step, ranks):
 
     reference, teacher = masked_student(start), tiny_trainee(2)
     log_alpha = reference.replicated["log_alpha"]
-    masks.set_masks(reference.net, masks.draw(log_alpha, 5, step))
+    blending.set_masks(reference.net, masks.draw(log_alpha, 5, step))
     gap = masks.expected(log_alpha).mean() - masks.target(step, 100)
     l0 = gap.abs() + gap**2
     (ranks * sum(distillation_terms(reference, teacher).values()) + 0.3 * l0).backward()

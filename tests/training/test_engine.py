@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from common.data.rows import Sample
-from common.metrics import outcome, summarize
 from common.run.errors import UserError
 from common.training import checkpoints, engine, metrics
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
+from common.training.lines import outcome, summarize
 from common.training.packing import build_row, rows_of_step, split_over_ranks
 from common.training.sharding import Ranks
 from models import save_tiny, tiny_model

@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 from bench.families import small_config
 from common.data.pool import Sources
 from common.data.tasks import TASKS, load_task, tokenize
-from common.models import load_config, load_tokenizer
-from common.proof import require_convertible
+from common.models.load import load_config, load_tokenizer
+from common.models.proof import require_convertible
 from common.run.errors import UserError
 from common.training import expected
 from runs import STAGE, copy_run, expect_error, run

@@ -20,15 +20,16 @@ from common.data.rows import Sample
 from common.data.sources import DataContext
 from common.data.tasks import TASKS, load_task, tokenize
 from common.data.text import EVALUATION, load_tokens
-from common.evaluate import perplexity
-from common.method import losses, masks
-from common.metrics import METRICS, TASK_SET, TEXT_SET, read_metrics
-from common.models import load_config, load_model, load_tokenizer
+from common.evaluation.evaluate import perplexity
+from common.models import blending
+from common.models.head import product
+from common.models.load import load_config, load_model, load_tokenizer
 from common.training import checkpoints
 from common.training import plan as budget
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.engine import Step, steps
 from common.training.heldout import Heldout, heldout_texts, load_heldout
+from common.training.lines import METRICS, TASK_SET, TEXT_SET, read_metrics
 from models import tiny_model
 from reference import (
     ALONE,
@@ -78,8 +79,8 @@ def test_metrics_are_their_definition(group_of_one, tmp_path, monkeypatch):
 
 def test_logits_are_chunked_and_nothing_is_kept(group_of_one, tmp_path, monkeypatch):
     formed, student = [], gqa_student(group_of_one, tmp_path)  # a student's logits, its teacher's, and so on
-    monkeypatch.setattr("common.head.product",
-                        lambda *factors: formed.append(losses.product(*factors)) or formed[-1])
+    monkeypatch.setattr("common.models.head.product",
+                        lambda *factors: formed.append(product(*factors)) or formed[-1])
     measured(student)
     tokens = [len(logits) for logits in formed]
     assert max(tokens) == SCHEDULE.loss_chunk and not any(logits.requires_grad for logits in formed)
@@ -94,19 +95,19 @@ def test_a_masked_student_is_measured_without_noise(group_of_one, tmp_path):
     """Its masks as after training (Louizos et al., Eq. 13), whatever the last step drew."""
     student = half_masked_student(group_of_one, tmp_path)
     reference, merged = tiny_model(), tiny_model(seed=2, num_key_value_heads=2)
-    masks.patch(reference, 2)
+    blending.patch(reference, 2)
     for name, tensor in merged.state_dict().items():
         if ".k_proj." in name or ".v_proj." in name:
-            reference.get_parameter(masks.blended_name(name)).data.copy_(tensor)
+            reference.get_parameter(blending.blended_name(name)).data.copy_(tensor)
     log_alpha = torch.linspace(-4, 4, 24).view(3, 8)
-    masks.set_masks(reference, (1.2 * torch.sigmoid(log_alpha) - 0.1).clamp(0, 1))
+    blending.set_masks(reference, (1.2 * torch.sigmoid(log_alpha) - 0.1).clamp(0, 1))
     expected = metrics_by_sample(reference, tiny_model(seed=1), HELDOUT.sets)
     assert measured(student) == pytest.approx(expected, rel=1e-5)
     for step in steps(student.job, SCHEDULE, SAMPLES, until=1):
         student.take(step)
     z = student.masks.noiseless()
     assert all(torch.equal(projection.z, z[index])
-               for index, _, projections in masks.blended_projections(student.job.trainee.net)
+               for index, _, projections in blending.blended_projections(student.job.trainee.net)
                for projection in projections)
 
 

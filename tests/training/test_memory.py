@@ -13,13 +13,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig
 
 from common.data.rows import Sample
-from common.head import head_of
-from common.method import masks
-from common.method.losses import distillation_loss
-from common.models import empty_model
+from common.models import blending
+from common.models.head import head_of
+from common.models.load import empty_model
 from common.training import plan as budget
 from common.training import sharding, students
 from common.training.attention import Trainee
+from common.training.chunked import distillation_loss
 from common.training.packing import build_row
 from common.training.sharding import Execution, Ranks, build, reduce_gradients
 from reference import RATES, pretended_ranks
@@ -65,8 +65,9 @@ def peak(ranks: Ranks, config, rows: int, recompute: bool, whole: bool) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, Memory() as memory:
         teacher = build(config, ranks, Execution(half, half, whole=whole)).eval().requires_grad_(False)
         student = build(config, ranks, Execution(torch.float32, half, recompute, whole=whole),
-                        prepare=lambda model: masks.patch(model, 8), replicated={"log_alpha": torch.zeros(1)})
-        masks.set_masks(student.net, torch.rand(config.num_hidden_layers, heads).requires_grad_())
+                        prepare=lambda model: blending.patch(model, 8),
+                        replicated={"log_alpha": torch.zeros(1)})
+        blending.set_masks(student.net, torch.rand(config.num_hidden_layers, heads).requires_grad_())
         optimizer = students.masked_optimizer(student, RATES, "l0", 1e-2)
         fake = row._each(mode.from_tensor)
         for _ in range(2):  # the first makes the optimizer's state

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from common.data.rows import Sample
-from common.method import masks
+from common.models import blending
 from common.run.errors import UserError
 from common.training import plan as budget
 from common.training.attention import Trainee
@@ -65,9 +65,9 @@ def test_operations_of_a_row_are_those_of_its_samples():
 
 
 def test_sizes_are_those_of_the_model():
-    students = {kind: tiny_model(bias=True) for kind in (masks.KEY_VALUE, masks.WHOLE_HEAD)}
+    students = {kind: tiny_model(bias=True) for kind in (blending.KEY_VALUE, blending.WHOLE_HEAD)}
     for names, model in students.items():
-        masks.patch(model, 2, names)
+        blending.patch(model, 2, names)
     grouped = tiny_model(bias=True, num_key_value_heads=2)
     cases = [(tiny_model(bias=True), None), (grouped, budget.Student(2, ()))]
     cases += [(model, budget.Student(2, names)) for names, model in students.items()]
@@ -90,8 +90,8 @@ def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bo
     model = tiny_model(hidden_size=64, intermediate_size=176, num_hidden_layers=layers, vocab_size=260,
                        attn_implementation="packed").to(dtype)
     if blended:
-        masks.patch(model, 2, blended)
-        masks.set_masks(model, torch.full((layers, 8), 0.5).requires_grad_())
+        blending.patch(model, 2, blended)
+        blending.set_masks(model, torch.full((layers, 8), 0.5).requires_grad_())
     if recompute:
         recompute_layers(model)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -109,7 +109,7 @@ def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bo
 
 
 @pytest.mark.parametrize("dtype, blended, recompute", [
-    (torch.bfloat16, masks.KEY_VALUE, False), (torch.float32, masks.WHOLE_HEAD, False),
+    (torch.bfloat16, blending.KEY_VALUE, False), (torch.float32, blending.WHOLE_HEAD, False),
     (torch.float32, (), True),
 ])
 def test_activations_are_those_autograd_keeps(dtype, blended, recompute):

@@ -12,9 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 
 from common.data.rows import Sample
-from common.families import merged_modules
-from common.method import masks
-from common.models import load_config
+from common.models import blending
+from common.models.families import merged_modules
+from common.models.load import load_config
 from common.run.errors import UserError
 from common.training import sharding, students
 from common.training.attention import Trainee
@@ -96,8 +96,8 @@ def test_a_process_by_itself_computes_what_fsdp_does(group_of_one, tmp_path, mod
     for whole in (False, True):
         execution = Execution(torch.float32, torch.bfloat16, recompute, whole=whole)
         student = build(config, group_of_one, execution, students.start_of_masked(source, source),
-                        lambda model: masks.patch(model, 8, blended))
-        masks.set_masks(student.net, torch.linspace(0, 1, 24).view(3, 8))
+                        lambda model: blending.patch(model, 8, blended))
+        blending.set_masks(student.net, torch.linspace(0, 1, 24).view(3, 8))
         assert isinstance(student, FSDPModule) != whole
         with torch.no_grad():  # or both weights of a blend would be the same
             for name, parameter in student.net.named_parameters():

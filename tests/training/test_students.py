@@ -8,16 +8,17 @@ import torch
 
 from common.data.pool import Pool
 from common.method import masks, released_masks
-from common.metrics import OPEN_MASKS
+from common.models import blending
+from common.models.weights import open_checkpoint
 from common.run.errors import UserError
 from common.training import checkpoints, students
 from common.training.attention import Trainee
 from common.training.conversion import TrainingRun
 from common.training.engine import Job
+from common.training.lines import OPEN_MASKS
 from common.training.mask_state import Masks, ReleasedMasks, switch_step
 from common.training.sharding import Execution
 from common.training.students import Rates
-from common.weights import open_checkpoint
 from models import tiny_model
 from reference import NOTHING, SCHEDULE, Student, masked_student, rates, saved_pair, stage5, teacher_of
 
@@ -31,7 +32,7 @@ def test_weights_decay_except_norms_biases_masks_and_shared_projections(rest):
     masked, plain = masked_student(torch.zeros(3, 8)), Trainee(tiny_model(num_key_value_heads=2, bias=True))
     for trainee, optimizer, shared in (
         (masked, students.masked_optimizer(masked, weights, "l0", 7.0), (".merged.",)),
-        (plain, students.student_optimizer(plain, weights, masks.KEY_VALUE), (".k_proj.", ".v_proj.")),
+        (plain, students.student_optimizer(plain, weights, blending.KEY_VALUE), (".k_proj.", ".v_proj.")),
         (plain, students.student_optimizer(plain, weights), ()),
     ):
         names = {id(parameter): name for name, parameter in trainee.named_parameters()}
@@ -50,7 +51,7 @@ def test_weights_decay_except_norms_biases_masks_and_shared_projections(rest):
 
 def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch):
     """Of a merge that changed whole heads, with masks and then without, as the flags say."""
-    pair = saved_pair(tmp_path, masks.WHOLE_HEAD, torch.bfloat16)
+    pair = saved_pair(tmp_path, blending.WHOLE_HEAD, torch.bfloat16)
     rates_of_flags = Rates(1.0, beta2=0.9, weight_decay=0.5, merged_lr_factor=2.0)
     settings = SimpleNamespace(train="attention", masks="l0-released", seed=3, mask_lr=7.0, loss=None,
                                rates=rates_of_flags, schedule=SCHEDULE)
@@ -70,7 +71,7 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
     assert not stage5.train_gqa(run, settings, None, None, switched=False)  # a signal has stopped it
     assert type(trained[0]) is ReleasedMasks and (trained[0].steps, trained[0].seed) == (SCHEDULE.steps, 3)
     assert torch.equal(trained[0].log_alpha.detach(), released_masks.start((3, 8), 3))
-    shared_names = (".merged.",), [f".{name}." for name in masks.WHOLE_HEAD]
+    shared_names = (".merged.",), [f".{name}." for name in blending.WHOLE_HEAD]
     for job, shared in zip(jobs, shared_names, strict=True):
         for name, rate in rates(job.optimizer, job.trainee).items():
             factor = 2.0 if any(part in name for part in shared) else 1.0
@@ -155,7 +156,7 @@ def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_pat
     gqa = Job(student, optimizer, str(tmp_path), group_of_one)
     with pytest.raises(UserError, match=r"Missing key in checkpoint state_dict: optimizer\..*k_proj\.bias"):
         checkpoints.load(gqa, saved)  # names as they are do not lead to the shared projections
-    checkpoints.load(gqa, saved, lambda name: masks.blended_name(name, pair.blended))
+    checkpoints.load(gqa, saved, lambda name: blending.blended_name(name, pair.blended))
     groups = [(len(group["params"]), group["initial_lr"]) for group in gqa.optimizer.param_groups]
     shared, undecayed = 3 * 4, 3 * 4 + 1  # of 3 layers: k and v; norms and the biases of q and o
     rest = len(list(gqa.trainee.parameters())) - shared - undecayed

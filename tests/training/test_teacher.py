@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.models import load_model
+from common.models.load import load_model
 from common.run.errors import UserError
 from common.training import checkpoints, teacher
 from models import save_tiny, tiny_model

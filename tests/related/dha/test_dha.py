@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from common.data.rows import Sample
-from common.equivalence import max_difference
-from common.evaluate import cache_bytes_per_token
-from common.families import geometry
+from common.evaluation.equivalence import max_difference
+from common.evaluation.evaluate import cache_bytes_per_token
+from common.models.families import geometry
 from common.training.attention import Trainee
 from common.training.packing import build_row
 from dha_models import EIGHT, GROUPS, HALVES, PAIRS, fused_pair, fused_tiny, random_operators, tokens

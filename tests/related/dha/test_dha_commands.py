@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.layers import Layers
+from common.models.layers import Layers
 from dha_models import SMALL
 from models import byte_tokenizer
 from reference import merge_model

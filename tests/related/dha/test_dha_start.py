@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.calibration import Calibration
-from common.equivalence import max_difference
-from common.layers import Layers
-from common.models import load_model
+from common.evaluation.equivalence import max_difference
+from common.models.calibration import Calibration
+from common.models.layers import Layers
+from common.models.load import load_model
 from dha_models import GROUPS, SMALL, tokens
 from models import byte_tokenizer, tiny_model
 from related.dha import start

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from common.models import load_config
+from common.models.load import load_config
 from models import save_tiny, tiny_model
 from related.skipless import compare, fold
 from related.skipless.fold import LOGIT_TOLERANCE, MAX_CONDITION

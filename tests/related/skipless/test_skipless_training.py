@@ -10,7 +10,7 @@ from scipy.stats import sem
 from transformers import AutoModelForCausalLM
 
 from common.data.text import EVALUATION, load_tokens
-from common.models import load_config, load_model, load_tokenizer
+from common.models.load import load_config, load_model, load_tokenizer
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
 from models import save_tiny

@@ -14,8 +14,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from common.families import as_they_were, geometry, in_order, needs_eager
-from common.forward import attending, attention_function
+from common.models.families import as_they_were, geometry, in_order, needs_eager
+from common.models.forward import attending, attention_function
 from common.run.errors import UserError
 
 BLOCK = 32  # channels with one scale
@@ -133,7 +133,7 @@ def attention_with(model, change):
 def quantized(model, cache: Cache, layout: str):
     """Context manager: the model reads all keys and values, also a token's own, from a quantized cache.
 
-    model: with its RopePairs (common/proof.py), where they are not those of a Llama.
+    model: with its RopePairs (common/models/proof.py), where they are not those of a Llama.
     """
     def change(module, query, key, value):
         pairs = getattr(module, "rope_pairs", None)

@@ -12,10 +12,10 @@ import shutil
 
 from transformers import GenerationConfig
 
-from common.models import save_tokenizer
+from common.models.load import save_tokenizer
+from common.models.weights import first_line, require_content
 from common.run.errors import UserError
 from common.run.files import read_json
-from common.weights import first_line, require_content
 
 GENERATION = "generation_config.json"
 SCALED_LAYERS = "full_attention"  # of PER_LAYER's models, whose older releases scale the RoPE of these alone

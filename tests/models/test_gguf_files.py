@@ -12,9 +12,9 @@ from huggingface_hub import ModelCard
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from common import gguf as gguf_files
-from common.families import geometry
-from common.models import load_model, load_tokenizer
+from common.models import gguf as gguf_files
+from common.models.families import geometry
+from common.models.load import load_model, load_tokenizer
 from common.run.errors import UserError
 from models import END, byte_tokenizer, save_tiny, tiny_model
 from runs import expect_error, run

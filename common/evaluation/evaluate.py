@@ -11,15 +11,15 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from common.data.chat import apply_template, fixed_template
 from common.data.rows import Sample
-from common.equivalence import compare, perplexity_from, perplexity_of, ratio, sequence_losses
-from common.forward import attention_alone, replaced
-from common.head import Head, head_of
+from common.evaluation.equivalence import compare, perplexity_from, perplexity_of, ratio, sequence_losses
 from common.method.losses import cross_entropy
-from common.metrics import COMPARED
-from common.models import bos_prefix, end_tokens
-from common.quantized_cache import LAYOUTS, PLAIN, quantized
+from common.models.forward import attention_alone, replaced
+from common.models.head import Head, head_of
+from common.models.load import bos_prefix, end_tokens
+from common.models.quantized_cache import LAYOUTS, PLAIN, quantized
 from common.run.errors import UserError
 from common.run.progress import Progress
+from common.training.lines import COMPARED
 from common.training.packing import build_row
 
 LONGEST_ANSWER = 512  # tokens of an answer to a question, at most, as in the authors' code
@@ -116,7 +116,7 @@ def cache_metrics(model, samples: list[Sample], reference: Predictions, caches) 
 
 @torch.no_grad()
 def layerwise_perplexity(layers, tokens: torch.Tensor, directory: str) -> dict[str, float]:
-    """Perplexity over tokens [n, T], with its standard error, of the common.layers.Layers of a model; hidden
+    """Perplexity over tokens [n, T], with its standard error, of a model's Layers; hidden
     states are in a file in `directory`.
     """
     hidden = layers.embed(tokens.split(1), directory)

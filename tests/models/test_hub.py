@@ -4,8 +4,8 @@ import pytest
 import torch
 from huggingface_hub import constants, hf_hub_download
 
-from common.layers import Layers
-from common.models import config_file, load_config, load_model, load_tokenizer, local_model
+from common.models.layers import Layers
+from common.models.load import config_file, load_config, load_model, load_tokenizer, local_model
 from common.run.errors import UserError
 from common.run.files import files_in
 from hub import LOGIN, RESTRICTED, serving

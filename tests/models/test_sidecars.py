@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from common import sidecars
-from common.models import load_config
+from common.models import sidecars
+from common.models.load import load_config
 from common.run.errors import UserError
 from models import byte_tokenizer, save_tiny, tiny_model
 

@@ -9,12 +9,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from bench.families import small_config
-from common import proof
-from common.families import as_they_were, in_order, rope_frequencies
-from common.forward import Reached, attending, attention_factor, windows
-from common.head import head_of
 from common.method.rope import to_complex
-from common.models import empty_model, load_config, load_model
+from common.models import proof
+from common.models.families import as_they_were, in_order, rope_frequencies
+from common.models.forward import Reached, attending, attention_factor, windows
+from common.models.head import head_of
+from common.models.load import empty_model, load_config, load_model
 from common.run.errors import UserError
 from models import EVERY_FAMILY, FAMILIES, tiny_model
 

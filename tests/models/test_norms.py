@@ -4,12 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.calibration import Calibration
-from common.families import merged_modules, watch_heads
-from common.method.merge import Merge, merge_layer, merged_config
+from common.method.merge import Merge
 from common.method.procrustes import align_keys, key_similarity
 from common.method.rope import quarter_phase, to_complex
 from common.method.stats import key_gram
+from common.models.calibration import Calibration
+from common.models.edits import merge_layer, merged_config
+from common.models.families import merged_modules, watch_heads
 from models import save_tiny, tiny_model
 from reference import blended, merge_model
 from runs import expect_error, run

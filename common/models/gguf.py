@@ -14,14 +14,14 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-from common import proof, sidecars
-from common.families import geometry
-from common.layers import CheckpointWriter
-from common.models import check_loaded, empty_model
+from common.models import proof, sidecars
+from common.models.families import geometry
+from common.models.layers import CheckpointWriter
+from common.models.load import check_loaded, empty_model
+from common.models.weights import check_names, first_line
 from common.run.artifact import find_part, sweep, write_directory, write_record
 from common.run.errors import UserError
 from common.run.files import stamp
-from common.weights import check_names, first_line
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral models are stored as llama
 # metadata under the architecture's name that the config takes over or the shapes of the tensors show

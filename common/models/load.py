@@ -15,13 +15,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from common import hub
-from common.families import geometry, needs_eager
-from common.run.artifact import remember_inputs, shown
-from common.run.errors import UserError
-from common.run.files import read_json, write_json
-from common.run.flags import suggest
-from common.weights import (
+from common.models import hub
+from common.models.families import geometry, needs_eager
+from common.models.weights import (
     check_finite,
     check_names,
     fingerprint,
@@ -30,6 +26,10 @@ from common.weights import (
     require_content,
     tokenizer_files,
 )
+from common.run.artifact import remember_inputs, shown
+from common.run.errors import UserError
+from common.run.files import read_json, write_json
+from common.run.flags import suggest
 
 logging.set_verbosity_error()  # the stages print what they load
 logging.disable_progress_bar()

@@ -17,9 +17,10 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.core_model_loading import revert_weight_conversion
 
-from common import families, models, proof, sidecars
-from common.forward import embedded, logits_of, run_layer
-from common.weights import DTYPES, StoredWeights, check_finite, check_names, check_tied, wider_dtypes
+from common.models import families, proof, sidecars
+from common.models.forward import embedded, logits_of, run_layer
+from common.models.load import empty_model, kept_tensors, load_config, load_model, materialize
+from common.models.weights import DTYPES, StoredWeights, check_finite, check_names, check_tied, wider_dtypes
 
 M_MMAP_THRESHOLD = -3  # from malloc.h
 SHARD_SIZE = "50GB"  # the most a weight file holds: the default of transformers' save_pretrained
@@ -41,13 +42,13 @@ class Layers:
         self.edits = []  # functions to apply to each decoder layer after loading it
         if layerwise:
             return_freed_memory()
-            self.model = models.empty_model(path, config or models.load_config(path), dtype, device)
+            self.model = empty_model(path, config or load_config(path), dtype, device)
             self.weights = weights or StoredWeights(path, self.model)
             tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
             expected, stored = self.model.state_dict().keys(), self.weights.names()
             check_names(path, expected - stored - tied, stored - expected)
         else:
-            self.model = model or models.load_model(path, dtype, device)
+            self.model = model or load_model(path, dtype, device)
         proof.attach_pairs(self.model)
         self.config = self.model.config
         if self.config.tie_word_embeddings and weights is None and model is None:
@@ -60,14 +61,14 @@ class Layers:
         if not self.layerwise:
             yield module
             return
-        models.materialize(module, self.device)
+        materialize(module, self.device)
         tied = name == "lm_head" and self.config.tie_word_embeddings
         stored_name = "model.embed_tokens" if tied else name
         tensors = {f"{stored_name}.{key}": tensor for key, tensor in module.state_dict().items()}
         self.weights.read(tensors)
         check_finite(tensors.items(), self.path)
         yield module
-        models.materialize(module, "meta")
+        materialize(module, "meta")
 
     @contextlib.contextmanager
     def layer(self, index: int):
@@ -199,17 +200,17 @@ class CheckpointWriter:
 
     Each file begins with a header computed from the config, so a tensor can be written to its place at once:
     nothing is collected in memory. directory: an existing directory to fill. config, dtype: of the model to
-    write. source: the checkpoint it is made from, whose other files it keeps (common/sidecars.py), and the
+    write. source: the checkpoint it is made from, whose other files it keeps (models/sidecars.py), and the
     precision of tensors that it stores wider than most, as routers' biases in float32. Raises RuntimeError if
     tensors are missing when the block ends.
     """
 
     def __init__(self, directory: str, config, dtype: torch.dtype, source: str):
         self.directory, self.dtype, self.source = directory, dtype, source
-        model = models.empty_model(source, config, dtype)
+        model = empty_model(source, config, dtype)
         self.config = model.config
         self.config.architectures = [type(model).__name__]
-        kept = models.kept_tensors(model)
+        kept = kept_tensors(model)
         for name, wider in wider_dtypes(model, source).items():
             if name in kept:  # not tied to a parameter with another name
                 kept[name] = kept[name].to(torch.promote_types(kept[name].dtype, wider))
@@ -253,7 +254,7 @@ class CheckpointWriter:
 
         Tied parameters are written once. Raises ValueError for a shape that does not match the config.
         """
-        for key, tensor in revert_weight_conversion(self.model, models.kept_tensors(module, name)).items():
+        for key, tensor in revert_weight_conversion(self.model, kept_tensors(module, name)).items():
             if key not in self.tensors:  # tied to a parameter with another name
                 continue
             expected = self.tensors[key]

@@ -16,14 +16,17 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from common import models
-from common.attention import single_query
-from common.families import (
+from common.method.merge import Merge
+from common.method.rope import quarter_phase
+from common.models.attention import single_query
+from common.models.edits import fuse_layer, merge_layer, merged_config
+from common.models.families import (
     OUTPUTS,
     RopePairs,
     allowed_kv_heads,
     as_stored,
     by_head,
+    free_pairs,
     geometry,
     head_parameters,
     is_fused,
@@ -32,7 +35,7 @@ from common.families import (
     outside,
     watch_heads,
 )
-from common.forward import (
+from common.models.forward import (
     Reached,
     attending,
     attention_arguments,
@@ -40,11 +43,10 @@ from common.forward import (
     replaced,
     window_of,
 )
-from common.head import head_of
-from common.method.merge import Merge, fuse_layer, merge_layer, merged_config
-from common.method.rope import free_pairs, quarter_phase
+from common.models.head import head_of
+from common.models.load import by_config, empty_model, materialize
+from common.models.weights import first_line
 from common.run.errors import UserError
-from common.weights import first_line
 
 TOLERANCE = 1e-4  # of the size of outputs: norms and RoPE are float32, and norms add a small number
 TURNS = 1e-5  # of a rotation by RoPE, which is float32
@@ -80,10 +82,10 @@ AttentionInterface.register("recorded", record_heads)
 AttentionInterface.register("by-token", by_token)
 
 
-@models.by_config
+@by_config
 def layer_pairs(config) -> list[RopePairs]:
     """The RopePairs of each layer of a config's model. Raises UserError if they cannot be found."""
-    skeleton = models.empty_model("", config, torch.float32)
+    skeleton = empty_model("", config, torch.float32)
     with refusals(f"{type(skeleton).__name__} cannot be taken apart"):
         return [pairs for pairs, *_ in find_pairs(skeleton)]
 
@@ -100,7 +102,7 @@ def has_plain_pairs(config) -> bool:
 
 
 def find_pairs(model):
-    """Yield the RopePairs of each layer of a model on the meta device, its window (common/forward.py) and its
+    """Yield the RopePairs of each layer of a model on the meta device, its window (models/forward.py) and its
     attention function's options.
 
     Raises Refused unless RoPE turns pairs of channels, those of all heads alike.
@@ -224,7 +226,7 @@ def require_convertible(path: str, config) -> str:
                         f"dequantize it first: {how}, then save_pretrained(..., save_original_format=False)")
     if getattr(config, "use_bidirectional_attention", None):
         raise UserError(f"{path}: expected causal attention, found use_bidirectional_attention")
-    model = models.empty_model(path, config, torch.float64)
+    model = empty_model(path, config, torch.float64)
     with refusals(f"{path}: {type(model).__name__} cannot be converted"):
         kinds, shape = watch_layers(model), geometry(config)
         if shape.heads % shape.kv_heads:
@@ -241,7 +243,7 @@ def require_readable(path: str, config, purpose: str) -> None:
     """Raise UserError, with the reason, unless the layers of this config's model can be run one by one and
     their keys and values watched. purpose: what for.
     """
-    model = models.empty_model(path, config, torch.float32)
+    model = empty_model(path, config, torch.float32)
     with refusals(f"{path}: {purpose}: {type(model).__name__} cannot be taken apart"):
         watch_layers(model)
 
@@ -339,13 +341,13 @@ def prove(model, layer) -> None:
         prove_reading(model, layer, generator)
         prove_rotation(model, layer, generator)
         prove_merge(model, layer)
-    models.materialize(layer.self_attn, "meta")
+    materialize(layer.self_attn, "meta")
 
 
 @torch.no_grad()
 def randomize(attention, generator) -> None:
     """Give an attention layer random weights, on the CPU, of which none is trivial."""
-    models.materialize(attention, "cpu")
+    materialize(attention, "cpu")
     for parameter in attention.parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)

@@ -7,15 +7,15 @@ import os
 import torch
 from safetensors.torch import save_file
 
-from common import families
-from common.forward import run_layer
-from common.layers import Layers
-from common.method.rope import free_pairs
 from common.method.stats import LayerGrams, LayerStats, output_gram
+from common.models import families
+from common.models.families import free_pairs
+from common.models.forward import run_layer
+from common.models.layers import Layers
+from common.models.weights import check_finite
 from common.run.artifact import read_record, read_tensors, verify_files
 from common.run.errors import UserError
 from common.run.progress import Progress
-from common.weights import check_finite
 
 BATCH = 4  # sequences per forward pass: other batches sum in another order
 SEQUENCES, LENGTH = 128, 2048  # of the paper's calibration, and tokens in each

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from common import models
-from common.families import geometry, key_context
-from common.layers import Layers
-from common.models import describe, load_config, load_model, load_tokenizer, source_model
+from common.models import load as models
+from common.models.families import geometry, key_context
+from common.models.layers import Layers
+from common.models.load import describe, load_config, load_model, load_tokenizer, source_model
+from common.models.weights import fingerprint, open_checkpoint, weight_files
 from common.run import artifact
 from common.run.errors import UserError
 from common.run.files import files_in, read_json
-from common.weights import fingerprint, open_checkpoint, weight_files
 from models import byte_tokenizer, save_tiny, tiny_model
 from torchrun import ROOT
 

@@ -5,8 +5,8 @@ from fnmatch import fnmatchcase
 
 from huggingface_hub import hf_hub_download, list_repo_files
 
+from common.models.weights import TOKENIZER_FILES, WEIGHT_FILES, index_shards
 from common.run.files import files_in
-from common.weights import TOKENIZER_FILES, WEIGHT_FILES, index_shards
 
 # next to the weights; an adapter is refused, and the card says the license
 OTHER_FILES = ("config.json", "generation_config.json", "adapter_config.json", "README.md")

@@ -1,7 +1,7 @@
 """Attention functions by which packed rows, and single tokens after a cache, are read: "packed" and
 "single-query" among transformers' own.
 
-Both take a layer's window from `module.window`, which common/forward.py reads from the model's own mask.
+Both take a layer's window from `module.window`, which models/forward.py reads from the model's own mask.
 """
 
 import numpy as np
@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from common.families import needs_eager
-from common.forward import attention_function
+from common.models.families import needs_eager
+from common.models.forward import attention_function
 
 
 def packed_attention(module, query, key, value, attention_mask, lengths=None, starts=None, longest=None,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
+from common.models.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
 from common.run.errors import UserError
 from models import FAMILIES, byte_tokenizer, save_tiny, tiny_model
 from runs import run
@@ -30,7 +30,7 @@ def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, monkeypatch, t
     source = save_tiny(tmp_path / "source", tie_word_embeddings=tied)
     model = tiny_model(tie_word_embeddings=tied).to(dtype)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
-    monkeypatch.setattr("common.layers.SHARD_SIZE", size)
+    monkeypatch.setattr("common.models.layers.SHARD_SIZE", size)
     (tmp_path / "ours").mkdir()
     config = LlamaConfig.from_pretrained(source, dtype=None, architectures=None)
     with CheckpointWriter(str(tmp_path / "ours"), config, dtype, source) as writer:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from common import evaluate, models, proof
 from common.data.chat import has_tokens, load_chats, load_tokenized
 from common.data.rows import Sample
 from common.data.sources import CHECKED, DataContext, begun, read_unread, unread_length
@@ -19,10 +18,13 @@ from common.data.tasks import (
     size_note,
 )
 from common.data.text import EVALUATION, NONE, load_tokens, sequence_length
-from common.metrics import CHATS, TEXT
+from common.evaluation import evaluate
+from common.models import proof
+from common.models.load import load_config, load_tokenizer, pick_device, source_model
 from common.run.artifact import RECORD, read_record
 from common.run.errors import UserError
 from common.run.files import open_text
+from common.training.lines import CHATS, TEXT
 
 ANSWER_TOKENS = 64  # at most, to a prompt
 
@@ -61,10 +63,10 @@ def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, unread, 
 
     unread: tokens in place of text, and what they are, from read_calibration_text; or None.
     """
-    config = models.load_config(path)
+    config = load_config(path)
     for flag in (name for name in ("layerwise", "cache") if getattr(args, name)):
         proof.require_readable(path, config, f"--{flag}")
-    tokenizer, positions = models.load_tokenizer(path, args.bos), config.max_position_embeddings
+    tokenizer, positions = load_tokenizer(path, args.bos), config.max_position_embeddings
     tokens, description = unread or (None, "")
     length = sequence_length(tokens.shape[1] if unread else args.length, CHECKED, positions, least=2)
     if text != NONE and not unread:
@@ -116,9 +118,9 @@ def read_calibration_text(calibration: str, args) -> tuple[torch.Tensor, str]:
     if args.bos not in (None, begun(record)):
         raise UserError(f"--bos, --no-bos: expected none with --text {calibration}, whose sequences begin "
                         f"{'with' if begun(record) else 'without'} the token, found the other")
-    args.bos, source = begun(record), models.source_model(record, home)["path"]
-    length = unread_length(record, args.length, models.load_config(source).max_position_embeddings)
-    context = DataContext(source, home, models.pick_device(args.device), layerwise=args.layerwise,
+    args.bos, source = begun(record), source_model(record, home)["path"]
+    length = unread_length(record, args.length, load_config(source).max_position_embeddings)
+    context = DataContext(source, home, pick_device(args.device), layerwise=args.layerwise,
                           bos=args.bos)
     return read_unread(record, context, args.sequences, length)
 

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType, quants
 from scipy.linalg import hadamard
 from transformers import DynamicCache
 
-from common.quantized_cache import LAYOUTS, as_cached, from_cached, parse_cache, quantized, read_back
+from common.models.quantized_cache import LAYOUTS, as_cached, from_cached, parse_cache, quantized, read_back
 from common.run.errors import UserError
 from models import tiny_model
 

@@ -1,6 +1,6 @@
 """Families: how models differ in what stands around keys and values, read from their modules.
 
-A model is convertible if common/proof.py proves it on a layer of its own class, whatever its name is.
+A model is convertible if common/models/proof.py proves it on a layer of its own class, whatever its name is.
 """
 
 import copy
@@ -80,7 +80,7 @@ def outside(model) -> list[str]:
 
 @dataclass(frozen=True)
 class RopePairs:
-    """Where the RoPE pairs of a layer's heads are; common/proof.py attaches it to the layer, as rope_pairs.
+    """Where the RoPE pairs of a layer's heads are; models/proof.py attaches it to the layer, as rope_pairs.
 
     order: [d], a head's channels before RoPE in the order of common/method: pair p is order[p] and
     order[p + d/2], those that turn first; behind: the same behind RoPE; None: as they are. angles: [d/2]
@@ -263,3 +263,21 @@ def rope_frequencies(model, attention) -> torch.Tensor:
             if torch.allclose(frequencies, angles, atol=1e-9):
                 return frequencies
     return angles
+
+
+def free_pairs(attention) -> torch.Tensor:
+    """[d/2] bool: RoPE pairs whose query and key may be rotated by any angle; the others only by a sign flip.
+
+    All pairs are free unless each head's query and key are normalized (Qwen3). There the weights (a, b) of
+    q_norm and (c, e) of k_norm come between the rotation and RoPE, and diag(a, b) R(angle) diag(c, e)
+    commutes with rotations for every angle only if ac = be and ae = bc. A sign flip always commutes, and the
+    norm is invariant to rotation. A norm over all heads (OLMo 2) has weights for each head: quarter turns,
+    which exchange those of a pair, are exact, too.
+    """
+    norm = norm_kind(attention)
+    if norm != "head":
+        return torch.full((attention.head_dim // 2,), norm != "joint")
+    parameters = head_parameters(attention)
+    a, b = parameters["q_norm.weight"].detach().double().cpu().chunk(2)
+    c, e = parameters["k_norm.weight"].detach().double().cpu().chunk(2)
+    return (a * c == b * e) & (a * e == b * c)

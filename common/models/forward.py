@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common.families import needs_eager
-from common.models import by_config, empty_model
+from common.models.families import needs_eager
+from common.models.load import by_config, empty_model
 from common.run.errors import UserError
 
 MOST_POSITIONS = 2**20  # at which masks are looked at, where a model has as many
@@ -158,7 +158,7 @@ def windows(config) -> list[int | None]:
 
 
 def attach_windows(model) -> None:
-    """Give every attention layer of a model its window, as common/attention.py reads it."""
+    """Give every attention layer of a model its window, as common/models/attention.py reads it."""
     for layer, window in zip(model.model.layers, windows(model.config), strict=True):
         layer.self_attn.window = window
 

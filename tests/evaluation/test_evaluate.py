@@ -13,11 +13,11 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from common import equivalence, evaluate
 from common.data.rows import Sample
 from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, choice_samples, example_from_row, tokenize
-from common.layers import Layers
-from common.models import load_model
+from common.evaluation import equivalence, evaluate
+from common.models.layers import Layers
+from common.models.load import load_model
 from common.run.errors import UserError
 from models import END, byte_tokenizer, save_tiny, tiny_model
 from runs import task_rows
