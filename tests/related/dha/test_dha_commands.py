@@ -11,7 +11,7 @@ from dha_models import SMALL
 from models import byte_tokenizer
 from reference import merge_model
 from related.dha import fusion, start
-from runs import recipe, run
+from runs import run
 
 pytestmark = pytest.mark.slow
 FAST = ["--steps", 150, "--margin-steps", 10, "--operator-lr", 0.05, "--lambda-lr", 20]
@@ -73,37 +73,9 @@ def test_rows_of_the_same_cache_and_tokens_are_reported(inputs, halved, tmp_path
         dha("pretrain", "--run", home, "--steps", total, "--name", name, "--checkpoint", checkpoint)
     done = dha("report", "--run", home, "--names", *checkpoints)
     assert "lowest held-out loss" in done.stdout and (home / "cka-fused.png").exists()
-    rows = json.loads((home / "compare.json").read_text())["summary"]["rows"]
+    rows = json.loads((home / "compare" / "stage.json").read_text())["summary"]["rows"]
     assert {row["cache_bytes_per_token"] for row in rows.values()} == {2 * 3 * 2 * 8 * 4}
     first = {name: row["heldout"][0][0] // (4 * 32) for name, row in rows.items()}
     assert first == {"mean-pool": 0, "dha": steps, "cold": searched, "unfused": searched}
     assert rows["cold"]["heldout"][0] != rows["unfused"]["heldout"][0]
     assert {row["heldout"][-1][0] for row in rows.values()} == {total * 4 * 32}
-
-
-INTERPRETER = """#!/bin/bash
-# in place of Python: logs its arguments, one per line, and makes up the fields of a record
-if [ "$1" = -c ]; then
-  [ "${!#}" = kv_heads ] && echo 2 || echo "${!#} of it"
-  exit
-fi
-{ printf '%s\\n' "$@"; echo; } >> "$LOG"
-"""
-
-
-def test_the_shell_script_goes_from_search_to_the_report(tmp_path):
-    interpreter, log, home = tmp_path / "python", tmp_path / "log", tmp_path / "a run"
-    interpreter.write_text(INTERPRETER)
-    interpreter.chmod(0o755)
-    flags = ["--model", "my model", "--text", "a b.txt"]
-    done = recipe("../related/dha/run.sh", *flags, RUN=home, PYTHON=interpreter, LOG=log, STEPS=12, STAGED=1)
-    assert done.returncode == 0, done.stdout + done.stderr
-    calls = [call.splitlines() for call in log.read_text().split("\n\n") if call]
-    assert calls[0] == ["-m", "related.dha.search", f"--run={home}", *flags]
-    rows = ["mean-pool", "aligned", "closed-form"]
-    names = [call[call.index("--name") + 1] for call in calls if "--name" in call]
-    assert names == ["cold", "unfused", "staged", *rows, "source"]
-    compared = ["--names", "source", *rows, "cold", "unfused", "staged", "dha"]
-    assert calls[-1] == ["-m", "related.dha.report", f"--run={home}", *compared]
-    halvings = [call for call in calls if f"--run={home}/half" in call or f"--run={home}/quarter" in call]
-    assert [call[1].split(".")[-1] for call in halvings] == ["search", "fuse"] * 2

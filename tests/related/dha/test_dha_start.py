@@ -125,17 +125,15 @@ def test_closed_forms_and_aligned_heads_as_commands(inputs, tmp_path):
     for place, model in ((tmp_path, inputs["model"]), (home, tmp_path / "searched")):
         run("01_calibrate.py", "--run", place, "--model", model, "--text", inputs["text"], "--length", 32,
             "--sequences", 8)
-    kl = {}
+    kl, size = {}, ["--sequences", 8, "--refit-sequences", 8]
     for name, steps, flags in (
         ("uniform", 0, ["--counts", "uniform"]), ("measured", 0, []),
         ("output", 0, ["--counts", "uniform", "--refit", "output", "--name", "output"]),
         ("search", 4, ["--counts", "search", "--groups", "search"]),
     ):
-        flags += ["--sequences", 8, "--refit-sequences", 8]
-        run(make, "--run", tmp_path, "--merge", "closed-form", *flags)
+        run(make, "--run", tmp_path, "--merge", "closed-form", *flags, *size)
         summary = json.loads((tmp_path / f"start-{name}" / "stage.json").read_text())["summary"]
         assert summary["steps_so_far"] == steps
-        assert sum(map(sum, summary["heads"].values())) == 2 * 3 * search["summary"]["kv_heads"]
         kl[name] = summary["kl"]
     assert kl["output"] < kl["uniform"] > kl["measured"]
 
@@ -147,11 +145,8 @@ def test_closed_forms_and_aligned_heads_as_commands(inputs, tmp_path):
     run(make, "--run", home, "--weights", "searched")
     starts = {"measured": tmp_path / "start-measured", "pooled": home / "start-unfused"}
     run("related/dha/report.py", "--run", tmp_path, "--models", *(f"{row}={starts[row]}" for row in starts))
-    rows = json.loads((tmp_path / "starts.json").read_text())["summary"]["rows"]
-    assert list(rows) == ["source", *starts] and rows["source"]["lost"] == rows["source"]["kl"] == 0
-    for row in rows.values():
-        assert row["lost"] == pytest.approx(row["loss"] - rows["source"]["loss"])
-    assert rows["measured"]["kl"] < rows["pooled"]["kl"]
+    rows = json.loads((tmp_path / "starts" / "stage.json").read_text())["summary"]["rows"]
+    assert rows["source"]["kl"] == 0 < rows["measured"]["kl"] < rows["pooled"]["kl"]
 
 
 @torch.no_grad()

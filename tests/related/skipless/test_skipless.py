@@ -182,10 +182,3 @@ def test_folded_checkpoint_loads_by_auto_class_and_generates_with_a_cache(parall
 def test_relative_difference_is_over_the_largest_logit_of_the_reference():
     reference = [torch.tensor([1.0, -4.0]), torch.tensor([2.0])]
     assert fold.relative_difference(reference, [torch.tensor([1.0, -3.0]), torch.tensor([8.0])]) == 6 / 4
-
-
-def test_weights_are_rounded_and_logits_computed_in_float64():
-    model, reference = model_of(), exact_logits(model_of(), tokens())
-    expected = difference(model, model_of().bfloat16().double())
-    assert fold.rounded_difference(reference, model, tokens(), torch.bfloat16) == expected > 0
-    assert difference(model, model_of()) == 0

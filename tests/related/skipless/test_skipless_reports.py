@@ -10,36 +10,12 @@ from common.models.load import load_config
 from models import save_tiny, tiny_model
 from related.skipless import compare, fold
 from related.skipless.fold import LOGIT_TOLERANCE, MAX_CONDITION
-from runs import expect_error, run
-from skipless_models import COMPARE, FOLD, TRAIN, cells, matrices, model_of, tokens
+from runs import run
+from skipless_models import COMPARE, FOLD, TRAIN, cells, matrices, model_of
 from torchrun import ROOT
 
 pytestmark = pytest.mark.slow
-SHORT = ["--length", 32, "--steps", 3, "--batch", 2, "--warmup", 1]
-
-
-def test_transplanted_model_has_the_matrices_of_the_stock_one():
-    stock = tiny_model(head_dim=6, bias=True, model_type="qwen2").double()
-    model = compare.transplanted(stock, parallel=True)
-    source, state = stock.state_dict(), model.state_dict()
-    assert model.config.parallel and len(state) == 3 * 11 + 2
-    for name, tensor in state.items():  # Qwen2 has no bias of P
-        assert torch.equal(tensor, source.get(name, torch.zeros_like(tensor)))
-
-
-def test_every_fold_has_a_line_with_its_differences_or_a_reason(monkeypatch):
-    model = model_of(kv_heads=2)
-    lines = compare.every_fold("tiny", model, tokens(), MAX_CONDITION)
-    assert [line["remove"] for line in lines] == [None, "q", "k", "v", "p"]
-    itself, q, k, v, p = lines
-    assert itself["float64"] == 0 < itself["float32"] < itself["bfloat16"]
-    assert q["gone"] == ["q_proj", "o_proj"] and p["gone"] == ["o_proj"] and p["condition"] is None
-    assert q["condition"] == max(layer["q"] for layer in fold.conditions(model))
-    assert 0 < q["float64"] < LOGIT_TOLERANCE < q["float32"] < q["bfloat16"]
-    assert "square K" in k["refused"] and "square V" in v["refused"]
-    monkeypatch.setattr(fold, "fold", lambda *arguments: model_of(seed=1))  # a wrong one
-    for line in compare.every_fold("tiny", model, tokens(), MAX_CONDITION)[1:]:
-        assert "expected logits without" in line["refused"]
+SHORT = ["--steps", 3, "--batch", 2, "--warmup", 1]
 
 
 def test_the_last_line_counts_invertible_matrices():
@@ -76,44 +52,18 @@ def test_counted_weights_are_those_of_the_model():
         assert counted["folded"] == matrices(fold.fold(model, "q"))
 
 
-@pytest.fixture(scope="module")
-def compared(inputs, tmp_path_factory):
-    """A run directory with two trained models and their report, what it printed, and the shape's model."""
-    home = tmp_path_factory.mktemp("skipless")
-    model = save_tiny(home / "model", head_dim=6)
-    text = ["--run", home / "run", "--model", model, "--text", inputs["text"]]
+def test_random_real_and_trained_models_are_folded_and_reported(inputs, tmp_path):
+    home, model = tmp_path / "run", save_tiny(tmp_path / "model", head_dim=6)
+    text = ["--run", home, "--text", inputs["text"], "--length", 32]
     for kind in ([], ["--parallel"]):
-        run(TRAIN, *text, "--heldout", inputs["text"], *SHORT, *kind)
-    return home / "run", run(COMPARE, *text, "--length", 32).stdout, model
-
-
-def test_the_report_folds_random_real_and_trained_models(compared):
-    home, printed, model = compared
-    results = json.loads((home / "compare.json").read_text())
-    lines = [line for line in results["exactness"] if line["remove"]]
-    assert "40 folds exact" in printed
-    assert len(lines) == 12 * 4 and sum("refused" in line for line in lines) == 8
+        run(TRAIN, *text, "--model", model, "--heldout", inputs["text"], *SHORT, *kind)
+    assert "40 folds exact" in run(COMPARE, *text, "--model", model).stdout
+    lines = json.loads((home / "compare" / "stage.json").read_text())["exactness"]
+    refused = [line["remove"] for line in lines if "refused" in line]
+    assert len(refused) == 8 and {*refused} == {"k", "v"}  # of models with fewer key/value heads
     assert max(line["float64"] for line in lines if "float64" in line) < LOGIT_TOLERANCE
-    assert len(results["conditions"]) == 3 and set(results["conditions"][0]) == set("qkvp")
-    assert results["trained"]["serial"]["before"] != results["trained"]["serial"]["after"]
-    assert [line["condition"] for line in results["sweep"]] == compare.SWEEP
-    report = (home / "compare.md").read_text()
-    assert "trained parallel" in report
-    assert (home / "compare.png").exists()
 
-
-def test_fold_writes_a_checkpoint_and_replaces_only_its_own(compared, inputs):
-    home, _, _ = compared
-    flags = ["--run", home, "--text", inputs["text"], "--length", 32]
-    done = run(FOLD, *flags, "--remove", "v", "--dtype", "bfloat16")
-    assert "v_proj, o_proj removed" in done.stdout
-    source = AutoModelForCausalLM.from_pretrained(home / "serial")
-    folded = AutoModelForCausalLM.from_pretrained(home / "serial-without-v")
-    summary = json.loads((home / "serial-without-v" / "stage.json").read_text())["summary"]
-    assert folded.dtype == torch.bfloat16 and folded.num_parameters() == summary["parameters_after"]
-    assert summary["parameters_after"] < summary["parameters_before"] == source.num_parameters()
-    stored = summary["max_relative_difference_stored"]
-    assert summary["max_relative_difference"] < LOGIT_TOLERANCE < stored < 0.1
-    expect_error("expected nothing or what related/skipless/fold.py wrote", FOLD, *flags, "--out",
-                 home / "serial", "--force")
-    assert AutoModelForCausalLM.from_pretrained(home / "serial").num_parameters() == source.num_parameters()
+    run(FOLD, *text, "--remove", "v", "--dtype", "bfloat16")
+    source, folded = (AutoModelForCausalLM.from_pretrained(home / name)
+                      for name in ("serial", "serial-without-v"))
+    assert folded.dtype == torch.bfloat16 and folded.num_parameters() < source.num_parameters()
