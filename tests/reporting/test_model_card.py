@@ -52,24 +52,17 @@ KLS = {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
 
 @pytest.mark.parametrize(("summaries", "arguments", "texts"), [  # of stages 4, 5 and 6; of stage 5
     ([{}, {}, {}], {}, [
-        "# Toy with 2 key/value heads", "8 query heads share 2 key/value heads instead of 4",
-        "`LlamaForCausalLM`, converted from [meta-llama/Toy](https://huggingface.co/meta-llama/Toy): heads "
-        "grouped by values, rotated onto each other, averaged, merged gradually by L0 masks, distilled from "
-        "a fine-tuned teacher on tasks and text. 8 query",
-        f"It follows {PAPER} (Jin et al., EMNLP 2025) in groups, rotations, masks, prompts. It runs",
+        "8 query heads share 2 key/value heads instead of 4",
+        "heads grouped by values, rotated onto each other, averaged, merged gradually by L0 masks, distilled "
+        "from a fine-tuned teacher on tasks and text. 8 query",
         # a key and a value, 3 layers, 16 numbers of 4 bytes per head
         f"takes {2 * 3 * 16 * 4 * 2} bytes per token instead of {2 * 3 * 16 * 4 * 4:,} (50.0%)",
         f"fingerprint `{MODEL['fingerprint']}`",
-        "Grouping: similarity of values after alignment (dist).",
-        "Merging: the mean of the heads, rotated by generalized Procrustes, of a group.",
         "perplexity rose from 7.123 to 9.988 on the text of stage 4",
         "320 steps of 16 samples (322,330 tokens) of the training sets of 2 tasks, text (`c4`); learning",
-        "distilled from a fine-tuned teacher", "prompts of this form (Table 5",
-        "each head from its own projections to its group's; random seed 41. Last loss: 0.1171.",
         f"torch 9.8.7, numpy 1.2.3; commit {'cd' * 20}. - Source", "0. 0 2; 1 3 1. 0 1; 2 3 2. 0 3; 1 2"]),
     ([{"refit": "output"}, KLS, {"step": 200, "heldout_kl": 0.04, "open_masks": 3}], {}, [
         "; 3 masks had not closed when all were removed; random seed",
-        "of a group, then each W_O refitted by least squares.",
         "200 of 320 steps of 16 samples", "0.0600 before, 0.0400 after."]),
     ([{"by": "energy", "criterion": None, "merge": "closed-form", "refit": "attention", "key_context": 4096},
       KLS | {"masks": "off", "heldout_kl": 0.08, "start_heldout_task_kl": 3.4, "heldout_task_kl": 2.56},
@@ -78,16 +71,11 @@ KLS = {"start_heldout_kl": 0.06, "heldout_kl": 0.05}
       "teacher": "source"}, [
         ": heads grouped by energy, merged in closed form, the attention of each layer refitted to the "
         "source's, distilled from the untouched source on chats and self-generated text. 8 query",
-        "Grouping: least energy lost by closed-form merging.",
-        "Merging: the best shared head in closed form, keys for contexts of up to 4096 tokens, "
-        "then the attention of each layer refitted to the source's.",
         "(322,330 tokens) of chats (`a.jsonl`, `hf:o/d:c`), text (`generated:b.txt`); learning rate",
-        "distilled from the untouched source", "what its source predicts: use it like the source",
         "KL to the teacher, on what was held out: on text 0.0600 before, 0.0800 after, which is no better; "
         "on questions 3.4000 before, 2.5600 after."]),
     ([{"by": "none", "criterion": None}, None, {}], {}, [
-        ": adjacent heads grouped, rotated onto each other, averaged. 8 query", "Grouping: adjacent heads. -",
-        "It was not trained after merging", "- Training: none. - Versions"]),
+        ": adjacent heads grouped, rotated onto each other, averaged. 8 query", "- Training: none."]),
 ])
 def test_the_card_says_how_it_was_made(tmp_path, records, summaries, arguments, texts):
     for record, summary in zip(records, summaries, strict=True):
@@ -98,23 +86,16 @@ def test_the_card_says_how_it_was_made(tmp_path, records, summaries, arguments, 
     uses_paper = summaries[0].get("merge") != "closed-form"
     tags = ModelCard.load(tmp_path / "README.md").data.tags
     assert (PAPER in card) == uses_paper and tags == ["gqa", "kv-cache"] + ["arxiv:2412.20677"] * uses_paper
-    assert "masks had not closed" not in card or summaries[2].get("open_masks")
-    of_tasks = summaries[1] is not None and not arguments
-    assert ("Table 5" in card) == of_tasks
-    if of_tasks:  # the task's prompts begin as in training
-        for begun in (False, True):
-            records[1]["arguments"]["bos"] = begun
-            assert ("without a begin-of-sequence token" in words(write(tmp_path, records))) == (not begun)
+    assert ("Table 5" in card) == (summaries[1] is not None and not arguments)
 
 
-@pytest.mark.parametrize("name", ["/home/me/models/toy", "models/of/mine", *NASTY])
+@pytest.mark.parametrize("name", ["/home/me/models/toy", *NASTY])
 def test_no_directory_is_a_base_model_and_no_name_breaks_the_card(name, tmp_path, records):
     plain = write(tmp_path, records)
     records[0]["model"]["name"] = records[2]["commit"] = records[1]["arguments"]["seed"] = name
     card = write(tmp_path, records)
     assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
     assert [heading[:2] for heading in headings(card)] == [heading[:2] for heading in headings(plain)]
-    assert headings(card)[-3:] == ["## Use", "## Scores", "## How it was made"]
     assert card.count(OPENING) == card.count(CLOSING) == 1
     assert "<script" not in card and "huggingface.co" not in card
     snippet = [line.strip() for line in card.splitlines() if line.startswith("    ")]
@@ -122,12 +103,9 @@ def test_no_directory_is_a_base_model_and_no_name_breaks_the_card(name, tmp_path
 
 
 def test_a_chat_model_is_prompted_through_its_template(tmp_path, records):
-    records[2]["summary"]["kv_heads"] = 1
     for chat, data in ((True, "none"), (False, "none"), (True, "hub")):
         records[1]["arguments"]["tasks"] = data
         card = write(tmp_path, records, chat)
-        snippet = [line.strip() for line in card.splitlines() if line.startswith("    ")]
-        assert ast.parse("\n".join(snippet)) and "with 1 key/value head\n" in card
         assert ("apply_chat_template" in card) == (chat and data == "none")
         assert ("The capital of France is" in card) == (not chat)
         # the template has begun the sequence, and so has no prompt of the tasks
@@ -146,8 +124,6 @@ def licensed(link: str) -> dict:
     ("acme/toy", None, "", BASE),
     ("/models/toy", {"license": "apache-2.0", "base_model": "some/Base"}, "apache-2.0",
      {"license": "apache-2.0", "base_model": "some/Base", "base_model_relation": "finetune"}),
-    ("acme/toy", {"language": "[de, en]", "base_model": "some/Base"}, "", BASE | {"language": ["de", "en"]}),
-    ("/models/toy", licensed(LINK), "acme-community", licensed(LINK)),
     ("acme/toy", licensed(LINK), "acme-community", BASE | licensed(LINK)),
     ("acme/toy", licensed("LICENSE"), "acme-community", BASE | licensed(ON_HUB)),
     ("/models/toy", licensed("LICENSE"), "acme-community", licensed("LICENSE")),

