@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -33,8 +32,7 @@ def tokens_of(sample) -> list[int]:
 
 
 @pytest.mark.parametrize("chat", [
-    [*CHAT, ("system", "Wake."), ("tool", "5"), CHAT[2]], CHAT[1:], [*CHAT, CHAT[1]],
-    [("user", "a"), ("assistant", "")],
+    [*CHAT, ("tool", "5"), CHAT[2]], [*CHAT[1:], CHAT[1]],
     [("user", "a"), ("assistant", "\nb"), ("user", "\n"), ("assistant", '"')],
 ])  # fmt: skip
 def test_tokens_and_answers_are_those_of_transformers(tmp_path, chat):
@@ -53,9 +51,7 @@ def test_a_template_that_merges_turns(tmp_path):
                     ("assistant", "Hm"))
     (sample,), _ = loaded(tmp_path, tokenizer, chat)
     rendered = [tokenizer.convert_ids_to_tokens(list(segment)) for segment in sample.segments]
-    assert "".join(rendered[0]).startswith("<s>▁[INST]▁<<SYS>>")
     assert rendered[1] == ["▁H", *"ello▁", "</s>"]  # alone it would begin with two blanks
-    assert rendered[2][0] == "<s>" and rendered[2].count("<s>") == 1
     assert tokens_of(sample) == tokenizer.apply_chat_template(chat)["input_ids"]
 
 
@@ -64,19 +60,17 @@ REASONING = CHATML.replace("message['content'] +", "(message['content'] if loop.
                            "message['role'] != 'assistant' else message['content'].split('</think>')[-1]) +")
 
 
-@pytest.mark.parametrize("after", [(), (("user", "?"),)])
-def test_a_template_that_rewrites_earlier_turns_gives_a_sample_per_answer(tmp_path, after):
+def test_a_template_that_rewrites_earlier_turns_gives_a_sample_per_answer(tmp_path):
     """Each is the chat up to its answer, as transformers renders it. What follows the last is left out."""
     tokenizer = chatml_tokenizer(REASONING)
     chat = messages(("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"),
-                    ("assistant", "<think>y</think>d"), *after)
+                    ("assistant", "<think>y</think>d"), ("user", "?"))
     samples, description = loaded(tmp_path, tokenizer, chat, messages(("user", "a"), ("assistant", "b")))
     assert [len(sample.segments) for sample in samples] == [2, 2, 2]
     for sample, stop in zip(samples, (2, 4), strict=False):
         assert tokens_of(sample) == tokenizer.apply_chat_template(chat[:stop])["input_ids"]
     answers = [texts(sample, tokenizer)[1] for sample in samples[:2]]
     assert answers == ["<think>x</think>b<|im_end|>\n", "<think>y</think>d<|im_end|>\n"]
-    assert "x" not in texts(samples[1], tokenizer)[0] and "b" in texts(samples[1], tokenizer)[0]
     assert "2 chats in 3 samples, 3 answers; 0 cut" in description
 
 
@@ -104,11 +98,9 @@ def test_longer_chats_are_cut(tmp_path):
     (whole,), _ = loaded(tmp_path, tokenizer, chat)
     prompt, answer, *others = map(len, whole.segments)
     assert len(others) == 2
-    for longest, segments in ((len(whole), 4), (len(whole) - 1, 4), (prompt + answer + 1, 3),
-                              (prompt + answer, 2), (prompt + 1, 2)):
+    for longest, segments in ((len(whole), 4), (prompt + answer + 1, 3), (prompt + 1, 2)):
         (sample,), description = loaded(tmp_path, tokenizer, chat, longest=longest)
         assert tokens_of(sample) == tokens_of(whole)[:longest] and len(sample.segments) == segments
-        assert sample.segments[:-1] == whole.segments[: segments - 1]
         counts = f"1 chats, {segments // 2} answers; {int(longest < len(whole))} cut"
         assert description.endswith(f"{counts} to {longest} tokens")
 
@@ -142,11 +134,9 @@ def chat_of(*messages: dict) -> dict:
 
 @pytest.mark.parametrize(("template", "row", "message"), [
     (CHATML, {"text": "x"}, r"column 'messages' is missing; found columns \['text'\]"),
-    (CHATML, {"messages": "x"}, r"column 'messages': expected a list, found \"x\""),
     (CHATML, chat_of(ANSWER, USER), "expected an assistant message after another one"),
     (CHATML, chat_of({"content": "a"}, ANSWER), r"message 1: column 'role' is missing; .* \['content'\]"),
     (LLAMA2, chat_of(USER, USER, ANSWER), "messages 1 to 2: refused by .*: Conversation roles must"),
-    (CHATML.replace("<|im_start|>assistant", "think"), CHATS, "messages 1 to 2: expected a chat template"),
     ("{% if messages|length > 1 %}x{% endif %}", CHATS, "expected a prompt before the first answer"),
     ("{{ messages.__class__.__mro__ }}", CHATS, ".*refused by the .* chat template: .*__class__.* is unsafe"),
 ])
@@ -161,38 +151,22 @@ def test_chats_and_templates_that_do_not_fit_are_one_line(tmp_path, template, ro
 
 @pytest.mark.parametrize(("name", "tokenizer", "message"), [
     ("nowhere.jsonl", chatml_tokenizer(), "found no such file"),
-    ("chats.txt", chatml_tokenizer(), "found another name"),
     ("chats.jsonl", byte_tokenizer(), "expected a tokenizer with a chat template for .*, found none"),
-    ("chats.jsonl", SimpleNamespace(name_or_path="slow", is_fast=False, get_chat_template=lambda: CHATML),
-     "slow: expected a fast tokenizer .*, found SimpleNamespace"),
 ])
 def test_bad_files_and_tokenizers_are_one_line(tmp_path, name, tokenizer, message):
-    for written in ("chats.txt", "chats.jsonl"):
-        save_chats(tmp_path / written, messages(*CHAT))
+    save_chats(tmp_path / "chats.jsonl", messages(*CHAT))
     with pytest.raises(UserError, match=message):
         load_chats(str(tmp_path / name), tokenizer, 100)
 
 
 @pytest.mark.parametrize(("segments", "message"), [
-    ([[1], [9]], "with lists of token ids below 9, found"), ([1], "below 9"), ([[1], ["a"]], "below 9"),
-    ([[], [1]], "expected a prompt and an answer, found"), ([], "a prompt and an answer")])
+    ([[1], [9]], "with lists of token ids below 9, found"), ([[], [1]], "a prompt and an answer, found")])
 def test_tokenized_chats_that_are_none_are_one_line(tmp_path, segments, message):
     path = tmp_path / "tokens.jsonl"
     path.write_text(chat.token_lines([Sample([1, 2], [8])]) + json.dumps({"segments": segments}) + "\n")
     assert chat.load_tokenized(str(path), 9, 1)[0] == [Sample([1, 2], [8])]
     with pytest.raises(UserError, match=f"tokens.jsonl line 2: .*{message}"):
         chat.load_tokenized(str(path), 9, 2)
-
-
-def test_tokenized_chats_are_compared_whatever_the_length_of_their_answers(tmp_path):
-    """An answer may be its end token alone; beyond the model's positions there is none."""
-    path, config = tmp_path / "tokens.jsonl", SimpleNamespace(max_position_embeddings=3, vocab_size=9)
-    path.write_text(chat.token_lines([Sample([1, 2], [8])]))
-    options = SimpleNamespace(chat=str(path), sequences=1)
-    assert read_chats("model", None, config, options)[0] == [Sample([1, 2], [8])]
-    config.max_position_embeddings = 2
-    with pytest.raises(UserError, match="tokens.jsonl row 1: expected at most 2 tokens"):
-        read_chats("model", None, config, options)
 
 
 def test_one_chat_in_ten_is_held_out_by_its_content(tmp_path):
@@ -214,10 +188,6 @@ def test_one_chat_in_ten_is_held_out_by_its_content(tmp_path):
     assert chats == 2 * held_out and 5 < len(held_out) < 15
     assert f": {len(chats)} chats in its held-out part, " in description
     assert read(HELDOUT, 3)[0] == held_out[:3]
-    content = path.read_text()
-    path.write_text(content + "damaged")
-    assert read(HELDOUT, 3)[0] == held_out[:3]
-    path.write_text(content)
     assert read()[0] == read(TRAIN)[0] == 2 * others and read(EVALUATION)[0] == 2 * list(range(100))
     save_chats(path, *(rows[number]["messages"] for number in others))
     with pytest.raises(TooShort, match="found none among 0 in its held-out part"):
