@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import types
 
 import numpy
 import pytest
@@ -14,11 +13,10 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from common.data.rows import Sample
-from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, choice_samples, example_from_row, tokenize
-from common.evaluation import equivalence, evaluate
-from common.models.layers import Layers
-from common.models.load import load_model
-from common.run.errors import UserError
+from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, example_from_row, tokenize
+from common.errors import UserError
+from common.layers import Layers
+from common.models import load_model
 from models import END, byte_tokenizer, save_tiny, tiny_model
 from runs import task_rows
 
@@ -30,9 +28,8 @@ def model():
     return tiny_model()
 
 
-@pytest.mark.parametrize("scale", [1e6, math.nan])
-def test_a_perplexity_that_overflows_is_refused(model, scale):
-    logits = [model(row[None]).logits[0].detach() * scale for row in TOKENS]
+def test_a_perplexity_that_overflows_is_refused(model):
+    logits = [model(row[None]).logits[0].detach() * 1e6 for row in TOKENS]
     with pytest.raises(UserError, match="perplexity: expected a loss of at most 700 nats, found"):
         equivalence.perplexity_of(logits, TOKENS)
 
@@ -130,24 +127,11 @@ def test_layer_by_layer_perplexity_and_cache_are_the_whole_models(tmp_path, dtyp
     path, row = save_tiny(tmp_path / "model", dtype, **changes), TOKENS[0]
     whole, layers = load_model(path, dtype), Layers(path, dtype, "cpu", layerwise=True)
     expected = evaluate.perplexity(whole, TOKENS)
-    metrics, samples = evaluate.layerwise_perplexity(layers, TOKENS, str(tmp_path)), TEXTS
+    metrics = evaluate.layerwise_perplexity(layers, TOKENS, str(tmp_path))
     assert metrics["perplexity"] == pytest.approx(expected, rel=1e-6)
-    if dtype == torch.float32:
-        assert metrics == pytest.approx(evaluate.prediction_metrics(whole, samples, None)[0], rel=1e-5)
     cached = evaluate.cache_bytes_per_token(whole, row)
     assert evaluate.cache_bytes_per_token(layers.model, row) == cached
     assert {parameter.device.type for parameter in layers.model.parameters()} == {"meta"}
-
-
-def test_all_devices_of_a_model_are_waited_for(monkeypatch):
-    waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    model = types.SimpleNamespace(device=torch.device("cuda", 0))
-    evaluate._now(model)
-    assert waited == [model.device]
-    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 1, "model.layers.1": 1}
-    evaluate._now(model)
-    assert sorted(waited[1:]) == [0, 1]
 
 
 def test_logit_comparisons():
@@ -211,11 +195,9 @@ class Script(LlamaForCausalLM):
 @pytest.mark.parametrize("text, right, expected", [
     (" ab\n<eos>", "ab", "ab"),  # stripped
     (" ab\nQuestion: 1<eos>", "ab", "ab\nQ"),  # goes on: wrong, and cut where it is
-    ("a b<eos>", "a  b", "a b"),  # blanks are not looked at before the end
     ("ab<eos>cd", "abcd", "ab"),
     ("zz", "z" * 20, "z" * 8),  # as many as allowed
     ("\u00e9t\u00e9<eos>", "\u00e9t\u00e9", "\u00e9t\u00e9"),  # characters of two tokens each
-    ("\u00e9", "\u00e8", "\u00e9"),
 ])
 def test_an_answer_ends_where_it_cannot_be_right_whatever_is_in_its_batch(text, right, expected):
     script, tokenizer, rights = Script(text), byte_tokenizer(), [right, "a much longer right answer"]
@@ -253,16 +235,7 @@ def test_speed_is_tokens_over_seconds(model, monkeypatch):
     seconds = iter([0, 2, 10, 20, 21, 41, 50, 54, 58, 60, 68, 98, 100, 105, 106])
     # prefill 2, 1, 4, 8, 5; decode 8, 20, 4, 30, 1
     monkeypatch.setattr(evaluate.time, "perf_counter", lambda: next(seconds))
-    shapes, forward = [], model.forward
-
-    def noted(input_ids, past_key_values=None, **options):
-        cached = past_key_values.get_seq_length() if past_key_values else 0
-        shapes.append((*input_ids.shape, cached))
-        return forward(input_ids, past_key_values=past_key_values, **options)
-
-    monkeypatch.setattr(model, "forward", noted)
     assert evaluate.speed(model, TOKENS[0]) == {"prefill_tokens_per_s": 50 / 4, "decode_tokens_per_s": 32 / 8}
-    assert shapes == [(1, 50, 0), *((1, 1, length) for length in range(50, 82))] * 5
 
 
 EXAMPLE = Example("arc_easy", "Question", ("two", " it's two ", "three"), 1)
@@ -339,17 +312,3 @@ def test_macro_counts_tasks_and_micro_counts_questions():
         assert run[f"micro_{kind}_stderr"] == pytest.approx(numpy.std(pooled) / math.sqrt(590))
     averages = evaluate.averages({"a": rates_of(1, 1.0, chance=0.5), "b": rates_of(3, 1.0, chance=0.25)})
     assert (averages["macro_chance"], averages["micro_chance"]) == (0.375, 0.3125)
-
-
-def test_questions_are_answered_up_to_the_longest_answer_and_rated(model, monkeypatch):
-    def generate(model, tokenizer, prompts, longest, batch, bar, right):
-        assert (longest, batch, len(prompts)) == (evaluate.LONGEST_ANSWER, 3, 2)
-        return [right[0], "neither"]
-
-    monkeypatch.setattr(evaluate, "generate_answers", generate)
-    questions = {index: Example("boolq", "is it?", ("true", "false"), 0) for index in (4, 7)}
-    samples = {"boolq": [choice_samples(example, byte_tokenizer()) for example in questions.values()]}
-    tasks = {"boolq": questions}
-    metrics, outcomes = evaluate.answer_questions("a", model, byte_tokenizer(), tasks, samples, 3)
-    assert metrics["boolq"]["exact_match"] == 0.5 and metrics["boolq"]["questions"] == 2
-    assert [(outcome["task"], outcome["question"]) for outcome in outcomes] == [("boolq", 4), ("boolq", 7)]

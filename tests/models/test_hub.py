@@ -67,11 +67,6 @@ def test_every_file_that_is_read_arrives_once_and_no_other(repository, kind):
 def test_of_a_model_to_plan_for_only_the_config_arrives(repository):
     path = config_file(NAME)
     assert repository.downloaded == ["config.json"] and load_config(path).hidden_size == 48
-    home = str(repository.directories[f"models/{NAME}"])
-    assert config_file(path) == path and config_file(home) == f"{home}/config.json"
-    repository.refusal = 401, "GatedRepo", "Access to acme/other is restricted."
-    with pytest.raises(UserError, match="model acme/other: neither .* is restricted.*; for a gated"):
-        config_file("acme/other")
 
 
 @pytest.mark.slow
@@ -92,28 +87,21 @@ def test_a_cache_that_another_program_has_filled_is_enough_without_a_network(rep
     """It has neither the list of the repository's files nor those that transformers does not read."""
     weights = store(repository.directories[f"models/{NAME}"], "shards")
     cached = ["config.json", "tokenizer.json", "tokenizer_config.json", *weights]
-    for missing in (cached[1:], cached[-1:]):  # all weights, or a shard
-        for name in cached[: -len(missing)]:
-            hf_hub_download(NAME, name)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in cached[:-1]:
+        hf_hub_download(NAME, name)
+    with monkeypatch.context() as patched:
+        patched.setattr(constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(UserError, match="hub repository that can be read .*offline mode is enabled"):
-            local_model(NAME)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+            local_model(NAME)  # a shard is missing
     hf_hub_download(NAME, cached[-1])
-    for offline in (True, False):  # or the hub does not answer
-        repository.refusal = (403, "", "Forbidden.")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        assert files_in(local_model(NAME)) == sorted(cached)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert files_in(local_model(NAME)) == sorted(cached)
 
 
-@pytest.mark.parametrize(("refusal", "texts"), [
-    ((403, "GatedRepo", f"{RESTRICTED} and you are not in the authorized list."), [RESTRICTED, LOGIN]),
-    ((401, "RepoNotFound", "Invalid username or password."), ["Repository Not Found", LOGIN]),
-])
-def test_a_refusal_gives_the_hubs_reason_and_what_to_do(repository, refusal, texts):
-    repository.refusal = refusal
+def test_a_refusal_gives_the_hubs_reason_and_what_to_do(repository):
+    repository.refusal = 403, "GatedRepo", f"{RESTRICTED} and you are not in the authorized list."
     with pytest.raises(UserError) as refused:
         local_model(NAME)
     message = str(refused.value)
     assert message.startswith(f"model {NAME}: neither a directory nor a hub repository that can be read (")
-    assert all(text in message for text in texts) and "\n" not in message
+    assert RESTRICTED in message and LOGIN in message and "\n" not in message

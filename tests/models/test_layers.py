@@ -3,15 +3,11 @@ layer sets, not the model."""
 
 import json
 import os
-import platform
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from common.models.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
 from common.run.errors import UserError
@@ -42,11 +38,8 @@ def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, monkeypatch, t
     assert len(ours) > 3 if size == "20KB" else list(ours) == ["model.safetensors"]
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values()) and loaded.dtype == dtype
-    config = LlamaConfig.from_pretrained(tmp_path / "ours")
-    assert (config.architectures, config.dtype) == (["LlamaForCausalLM"], dtype)
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
-    assert AutoTokenizer.from_pretrained(tmp_path / "ours").eos_token == "<eos>"
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
@@ -76,22 +69,16 @@ def test_experts_are_stored_as_transformers_stores_them(tmp_path, name, dtype):
             assert torch.equal(layer.state_dict()[key], tensor), key
 
 
-@pytest.mark.parametrize("name, dtype, wide", [
-    ("model.safetensors", torch.float16, True), ("model.safetensors", torch.float64, True),
-    ("model.safetensors", torch.float16, False),
-    ("pytorch_model.bin", torch.bfloat16, True),
-])
-def test_tensors_stored_wider_than_most_elements_keep_their_precision(tmp_path, name, dtype, wide):
+@pytest.mark.parametrize("dtype, wide", [
+    (torch.float16, True), (torch.float64, True), (torch.float16, False)])
+def test_tensors_stored_wider_than_most_elements_keep_their_precision(tmp_path, dtype, wide):
     """Most tensors are stored in float32 and most elements in bfloat16, or the other way round: then none is
     wider than the ordinary dtype, and all are written as asked for."""
     source, model = save_tiny(tmp_path / "source"), tiny_model()
     chosen = {key for key in model.state_dict() if "norm" in key or "self_attn" in key}
     stored = {key: tensor.to(torch.float32 if (key in chosen) == wide else torch.bfloat16)
               for key, tensor in model.state_dict().items()}
-    elements = sum(stored[key].numel() for key in chosen), sum(tensor.numel() for tensor in stored.values())
-    assert len(chosen) > len(stored) / 2 and elements[0] < elements[1] / 2
-    (tmp_path / "source" / "model.safetensors").unlink()
-    (torch.save if name.endswith(".bin") else save_file)(stored, tmp_path / "source" / name)
+    save_file(stored, tmp_path / "source" / "model.safetensors")
     (tmp_path / "ours").mkdir()
     with CheckpointWriter(str(tmp_path / "ours"), model.config, dtype, source) as writer:
         for part in ("model.embed_tokens", *LAYERS, "model.norm", "lm_head"):
@@ -110,18 +97,6 @@ def test_a_checkpoint_without_an_expert_is_refused(tmp_path):
     with pytest.raises(UserError, match="expected tensors that make model.layers.1.mlp.experts.gate_up_proj"):
         for _ in Layers(source, torch.float32, "cpu", layerwise=True).decoder_layers():
             pass
-
-
-def test_a_checkpoint_with_parts_missing_or_misshapen_is_refused(tmp_path):
-    source, model = save_tiny(tmp_path / "source"), tiny_model()
-    with pytest.raises(RuntimeError, match=r"1 tensors were not written, among them lm_head\.weight"):
-        with CheckpointWriter(str(tmp_path), model.config, torch.float32, source) as writer:
-            for name in ("model.embed_tokens", "model.norm", *LAYERS):
-                writer.write(name, model.get_submodule(name))
-    config = tiny_model(num_key_value_heads=4).config
-    with pytest.raises(ValueError, match=r"k_proj\.weight: expected shape \[32, 48\], found \[64, 48\]"):
-        with CheckpointWriter(str(tmp_path), config, torch.float32, source) as writer:
-            writer.write("model.layers.0", model.get_submodule("model.layers.0"))
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -162,33 +137,6 @@ def test_one_part_at_a_time_is_in_memory_in_a_whole_forward_pass(tmp_path):
     layers.logits(TOKENS)
     assert loaded == [{f"model.layers.{index}"} for index in range(3)]
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in layers.model.modules())
-
-
-def resident() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def memory_of_layers(path: str) -> list[float]:
-    """MiB that a process holds before layers, in each of three, and behind them."""
-    Layers(path, torch.float32, "cpu", layerwise=True)
-    held, kept = [resident()], []
-    for _ in range(3):
-        layer = [torch.ones(2**18 * mebibytes) for mebibytes in range(2, 20)]
-        kept.append(torch.ones(150_000))  # 0.6 MB at the end of the heap
-        held.append(resident())
-        del layer
-    return [*held, resident()]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
-def test_freed_memory_goes_back_to_the_system(tmp_path):
-    """By default glibc keeps blocks of up to 32 MiB behind one that is in use. In a process of its own: what
-    other tests have freed would be taken again."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        before, *within, after = pool.submit(memory_of_layers, save_tiny(tmp_path)).result()
-    assert min(within) > before + 170 and after < before + 20
 
 
 @pytest.mark.release

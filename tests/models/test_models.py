@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common.models import load as models
 from common.models.families import geometry, key_context
@@ -29,7 +29,6 @@ WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "p
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize 9976576392\n" % (b"0" * 64)
 UP = "model.layers.1.mlp.up_proj.weight"
 ONE_INFINITY = torch.ones(64, 48).index_fill(0, torch.tensor([5]), torch.inf)
-ONE_ROW_NAN = torch.ones(64, 48).index_fill(0, torch.tensor([5]), torch.nan)
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +44,18 @@ def checkpoints(tmp_path_factory) -> Path:
     return home
 
 
-@pytest.mark.parametrize("setting", [
-    {"output_attentions": True}, {"return_dict": False}, {"_attn_implementation": "flash_attention_2"},
-], ids=lambda setting: next(iter(setting)))
-def test_settings_of_outputs_and_attention_are_overruled(tmp_path, setting):
+def test_settings_of_outputs_and_attention_are_overruled(tmp_path):
     """Layer by layer no mask is passed, which is causal for sdpa alone."""
     path, tokens = save_tiny(tmp_path / "model"), torch.arange(40)[None] % 26
+    edit_config(tmp_path / "model", output_attentions=True, _attn_implementation="flash_attention_2")
     expected = tiny_model()(tokens).logits[0]
-    edit_config(tmp_path / "model", **setting)
-    model = load_model(path)
-    for logits in (model(tokens).logits[0], *Layers(path, torch.float32, "cpu").logits(tokens),
-                   *Layers(path, torch.float32, "cpu", layerwise=True).logits(tokens)):
+    for layerwise in (False, True):
+        (logits,) = Layers(path, torch.float32, "cpu", layerwise).logits(tokens)
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    assert hasattr(model.model(input_ids=tokens), "last_hidden_state")
-    model.save_pretrained(tmp_path / "again")  # transformers refuses attentions as outputs of sdpa
 
 
 @pytest.mark.parametrize(("device", "gpus", "filled", "expected"), [
-    ("cuda", 2, 0.72, True), ("cuda", 2, 0.68, False), ("cuda", 1, 2, False), ("cuda:1", 2, 2, False),
-    ("cpu", 2, 2, False),
+    ("cuda", 2, 0.72, True), ("cuda", 2, 0.68, False), ("cuda:1", 2, 2, False), ("cpu", 2, 2, False),
 ])
 def test_a_model_that_leaves_one_gpu_no_room_needs_several(checkpoints, monkeypatch, device, gpus, filled,
                                                           expected):
@@ -123,21 +115,14 @@ def refusal(action, *arguments) -> str:
     return " ".join(str(refused.value).split())
 
 
-# -- what is read --
-
-
-@pytest.mark.parametrize("kind", ["whole", "shards"])
-def test_other_files_beside_the_weights_change_nothing(copy, kind):
-    """Neither what is read nor the fingerprint: a clone may have pointers of Git LFS for weights of other
-    names or kinds, and shards that no index names."""
-    path, state = copy(kind), tiny_model().state_dict()
+def test_other_files_beside_the_weights_change_nothing(copy):
+    """Neither what is read nor the fingerprint: a clone may have weights of other names or kinds."""
+    path, state = copy("shards"), tiny_model().state_dict()
     before = fingerprint(str(path))
-    for name in ("model_bf16.safetensors", "model-00001-of-00099.safetensors", "logo.png", PICKLE):
+    for name in ("model_bf16.safetensors", "model-00001-of-00099.safetensors", PICKLE):
         (path / name).write_bytes(LFS_POINTER)
     assert fingerprint(str(path)) == before
     assert all(torch.equal(tensor[:], state[name]) for name, tensor in open_checkpoint(str(path)).items())
-    with Layers(str(path), torch.float32, "cpu", layerwise=True).layer(1) as layer:
-        assert torch.equal(layer.mlp.up_proj.weight, state[UP])
     assert torch.equal(load_model(str(path)).state_dict()[UP], state[UP])
 
 
@@ -151,9 +136,6 @@ def test_the_fingerprint_follows_every_file_that_is_read(copy, kind):
         assert fingerprint(str(path)) != before, name
         (path / name).write_bytes(content)
     assert fingerprint(str(path)) == before
-
-
-# -- what is refused --
 
 
 class Command:
@@ -188,35 +170,27 @@ def replace_up(path: Path, tensor: torch.Tensor) -> None:
     drop(path, UP, **{UP: tensor})
 
 
-def replace_up_in_pickle(path: Path, value) -> None:
+def write_code(path: Path) -> None:
     state = torch.load(path / PICKLE)
-    torch.save(state | {UP: value}, path / PICKLE)
+    torch.save(state | {UP: Command(path / "executed")}, path / PICKLE)
 
 
-def write_index(path: Path, content: bytes) -> None:
-    (path / INDEX).write_bytes(content)
+def name_missing_shard(path: Path) -> None:
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {UP: "missing.safetensors"}}))
 
 
-INDEXES = {  # what the message must contain -> content
-    "expected metadata and a weight_map": b"\xff",
-    "found 'missing.safetensors'": json.dumps(
-        {"metadata": {}, "weight_map": {UP: "missing.safetensors"}}).encode(),
-}
 DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message must contain
     "a tensor is missing": ("whole", lambda path: drop(path, UP), f"expected a tensor {UP}, found none"),
     "an extra tensor": ("whole", lambda path: drop(path, extra=torch.zeros(2)), "found also 'extra'"),
     "another shape": ("whole", lambda path: replace_up(path, torch.zeros(63, 48)), UP),
-    "NaN": ("whole", lambda path: replace_up(path, ONE_ROW_NAN), f"NaN or Inf in {UP}"),
     "infinity": ("whole", lambda path: replace_up(path, ONE_INFINITY), f"NaN or Inf in {UP}"),
-    "text among tensors": ("bin", lambda path: replace_up_in_pickle(path, "text"), PICKLE),
-    "code": ("bin", lambda path: replace_up_in_pickle(path, Command(path / "executed")), PICKLE),
-    "cut in the tensors": ("whole", lambda path: cut(path / WEIGHTS, 0.9), "model"),
+    "code": ("bin", write_code, PICKLE),
     "a shard is cut": ("shards", lambda path: cut(sorted(path.glob("*.safetensors"))[1], 0.9), "model"),
+    "a shard is missing": ("shards", name_missing_shard, "found 'missing.safetensors'"),
     "no weights": ("whole", lambda path: os.remove(path / WEIGHTS), f"expected weights (one of {WEIGHTS}"),
     "a head tied by config only": ("whole", lambda path: edit_config(path, tie_word_embeddings=True),
                                    "expected lm_head.weight equal to model.embed_tokens.weight"),
-} | {f"an index, {message}": ("shards", lambda path, content=content: write_index(path, content), message)
-     for message, content in INDEXES.items()}
+}
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head")
 
 
@@ -247,8 +221,6 @@ def test_frequencies_that_older_releases_store_are_no_extra_tensors(copy):
 @pytest.mark.parametrize(("content", "message"), [
     (b"{", "expected a model config, found none"),
     (b'{"model_type": "nonesuch"}', "nonesuch"),
-    *(({name: 0}, name) for name in models.SIZES),
-    ({"num_hidden_layers": 10**5}, "num_hidden_layers: expected an integer from 1 to 1000, found 100000"),
     ({"head_dim": 7}, "even"),
     ({"dtype": "int8"}, "expected weights in floating point, found torch.int8"),
     ({"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}, "custom code"),
@@ -270,9 +242,8 @@ def test_a_source_model_is_as_recorded(copy):
     recorded, run = describe(str(path), "name"), str(path.parent / "run")
     record = {"model": recorded, "directory": run}
     assert source_model(record, run) == recorded and recorded["name"] == "name"
-    for field, value in (("layers", 4), ("kv_heads", 4), ("head_dim", 16), ("hidden", 64)):
-        message = refusal(source_model, {"model": recorded | {field: value}, "directory": run}, run)
-        assert f"expected {field} {value} as recorded, found {recorded[field]}" in message
+    message = refusal(source_model, {"model": recorded | {"kv_heads": 4}, "directory": run}, run)
+    assert f"expected kv_heads 4 as recorded, found {recorded['kv_heads']}" in message
     replace_up(path, torch.zeros(64, 48))
     assert "changed since 01_calibrate.py read it" in refusal(source_model, record, run)
     shutil.rmtree(path)
@@ -297,20 +268,14 @@ def test_a_head_dim_that_is_absent_is_that_of_the_hidden_size(copy):
     assert geometry(load_config(str(path))).head_dim == 48 // 8
 
 
-# -- tokenizers --
-
-
 def test_a_tokenizer_is_copied_byte_for_byte(copy, tmp_path):
     """All files that some program reads it from, whether or not this one does, and no others."""
     source, target = copy("whole"), tmp_path / "target"
-    others = ["tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-              "merges.txt", "chat_template.jinja", "qwen.tiktoken", "additional_chat_templates/tools.jinja"]
-    (source / "additional_chat_templates").mkdir()
-    known = {fingerprint(str(source))}
-    for number, name in enumerate(others, 2):
+    others = ["tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"]
+    for name in others:
+        before = fingerprint(str(source))
         (source / name).write_bytes(name.encode() + b"\r\n\xff")
-        known.add(fingerprint(str(source)))
-        assert len(known) == number, name  # each is part of what the model is
+        assert fingerprint(str(source)) != before, name  # each is part of what the model is
     target.mkdir()
     models.save_tokenizer(str(source), str(target))
     written = files_in(str(target))
@@ -323,26 +288,18 @@ def test_the_name_of_a_tokenizers_own_code_stays_behind(copy, tmp_path):
     """A tokenizer.json does without the code, which is not copied; without one the model is refused."""
     source, target = copy("whole"), tmp_path / "target"
     target.mkdir()
-    edit_config(source, "tokenizer_config.json", tokenizer_class="OwnTokenizer", chat_template="é")
+    edit_config(source, "tokenizer_config.json", tokenizer_class="OwnTokenizer")
     settings = read_json(str(source / "tokenizer_config.json"))
     edit_config(source, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
     models.save_tokenizer(str(source), str(target))
     expected = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
     assert read_json(str(target / "tokenizer_config.json")) == expected
     shutil.copy(source / "config.json", target)
-    for tokenizer in (load_tokenizer(str(source)), load_tokenizer(str(target)),
-                      AutoTokenizer.from_pretrained(target)):
-        assert tokenizer("a b é").input_ids == byte_tokenizer()("a b é").input_ids
-        assert (tokenizer.eos_token, tokenizer.chat_template) == ("<eos>", "é")
+    for path in (source, target):
+        assert load_tokenizer(str(path))("a b é").input_ids == byte_tokenizer()("a b é").input_ids
     (source / "tokenizer.json").unlink()
     message = refusal(load_tokenizer, str(source))
     assert f"{source}: expected a tokenizer.json" in message and "names code (auto_map)" in message
-
-
-def replace_by_sentencepiece(path: Path) -> None:
-    (path / "tokenizer.json").unlink()
-    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    (path / "tokenizer.model").write_bytes(b"damaged")
 
 
 def without_end(path: Path) -> None:
@@ -354,7 +311,6 @@ def without_end(path: Path) -> None:
      "expected token ids below the model's vocab_size 256, found 256 in the tokenizer"),
     (without_end, "end-of-sequence token, found none"),
     (lambda path: (path / "tokenizer.json").write_text("{"), "cannot load a tokenizer"),
-    (replace_by_sentencepiece, "tokenizer.model; pip install sentencepiece protobuf"),
 ])
 def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy, damage, message):
     path = copy("whole")
@@ -364,19 +320,12 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy, damage, messag
     assert message in refusal(load_tokenizer, str(path))
 
 
-# -- files that are none --
-
-
-@pytest.mark.parametrize(("name", "read"), [(WEIGHTS, load_model), ("tokenizer.json", load_tokenizer)])
-def test_pointers_of_git_lfs_are_named(copy, name, read):
+def test_pointers_of_git_lfs_are_named(copy):
     path = copy("whole")
-    (path / name).write_bytes(LFS_POINTER)
-    message = refusal(read, str(path))
-    assert f"{path / name}: expected" in message
+    (path / WEIGHTS).write_bytes(LFS_POINTER)
+    message = refusal(load_model, str(path))
+    assert f"{path / WEIGHTS}: expected" in message
     assert "Git LFS pointer; run git lfs install and git lfs pull" in message
-
-
-# -- stage 1 --
 
 
 def test_the_context_of_keys_is_the_models_positions_at_most_4096():

@@ -1,6 +1,5 @@
 """A quantized cache: ggml's formats, the layouts of clients, and attention that reads from it."""
 
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,10 +36,7 @@ def test_blocks_are_read_back_as_ggml_does(form):
 
 
 def test_a_cache_of_f16_holds_half_floats():
-    expected = HEADS.numpy().astype(np.float16).astype(np.float32)
-    for heads in (HEADS, HEADS.double()):
-        found = read_back(heads, "f16", "halves", keys=True)
-        assert found.dtype == heads.dtype and (found.numpy() == expected).all() and not found.equal(heads)
+    assert torch.equal(read_back(HEADS, "f16", "halves", keys=True), HEADS.half().float())
 
 
 @pytest.mark.parametrize("keys", [True, False])
@@ -83,20 +79,6 @@ def test_attention_reads_from_the_cache(model_type, monkeypatch):
         theirs = model(input_ids=tokens, past_key_values=Quantized(config=model.config)).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert (ours - plain).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_keys_are_cached_in_the_order_of_their_pairs_behind_rope():
-    """Pairs that RoPE puts side by side are in a client's cache as they are."""
-    model, tokens = tiny_model(head_dim=64), torch.arange(12)[None]
-    behind = torch.arange(64).view(32, 2).T.flatten()
-    for layer in model.model.layers:
-        layer.self_attn.rope_pairs = replace(layer.self_attn.rope_pairs, behind=behind)
-    found = []
-    for layout in ("pairs", "halves"):
-        with quantized(model, parse_cache("q4_0"), layout):
-            found.append(model(input_ids=tokens, use_cache=False).logits)
-    assert found[0].equal(found[1])
 
 
 def test_the_size_of_a_cache_and_formats_that_are_none():
