@@ -1,7 +1,7 @@
 """The model card: what it says, and that no name can break it."""
 
-import ast
 import copy
+import re
 
 import pytest
 from huggingface_hub import ModelCard
@@ -39,11 +39,6 @@ def write(directory, records, chat: bool = False) -> str:
 def words(card: str) -> str:
     """The text without line breaks."""
     return " ".join(card.split())
-
-
-def headings(card: str) -> list[str]:
-    """Headings and the rules around the metadata."""
-    return [line for line in card.splitlines() if line.startswith(("#", "---"))]
 
 
 PAPER = "[Align Attention Heads Before Merging Them](https://arxiv.org/abs/2412.20677)"
@@ -95,11 +90,10 @@ def test_no_directory_is_a_base_model_and_no_name_breaks_the_card(name, tmp_path
     records[0]["model"]["name"] = records[2]["commit"] = records[1]["arguments"]["seed"] = name
     card = write(tmp_path, records)
     assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
-    assert [heading[:2] for heading in headings(card)] == [heading[:2] for heading in headings(plain)]
+    marks = [re.findall("^(?:#+|---)", text, re.MULTILINE) for text in (card, plain)]
+    assert marks[0] == marks[1]  # headings, and the rules around the metadata
     assert card.count(OPENING) == card.count(CLOSING) == 1
     assert "<script" not in card and "huggingface.co" not in card
-    snippet = [line.strip() for line in card.splitlines() if line.startswith("    ")]
-    assert len(snippet) == 7 and ast.parse("\n".join(snippet))
 
 
 def test_a_chat_model_is_prompted_through_its_template(tmp_path, records):

@@ -77,6 +77,17 @@ def test_swaps_end_where_none_helps_and_never_beat_the_best_of_all_sets(count):
             assert cost(matrix, chosen - {out} | {into}) >= cost(matrix, chosen) - 1e-9
 
 
+def test_a_good_start_from_think_is_not_lost():
+    """Where swaps from the other starts fall short of the optimum, and think happens to find it."""
+    matrices = weights(heads=400)
+    best = exact(matrices, 4)
+    lowest = objective(matrices, best)
+    short = objective(matrices, SELECTORS["greedy+swap"](matrices, matrices, 4)) > lowest * (1 + 1e-9)
+    assert short.any() and not short.all()
+    lucky = torch.diag_embed((~best).double())  # a whole-prompt W whose cheapest channels are the best set
+    torch.testing.assert_close(objective(matrices, SELECTORS["greedy+swap"](matrices, lucky, 4)), lowest)
+
+
 def test_a_swap_within_rounding_is_not_made():
     """Two channels of equal cost would otherwise change places for ever."""
     for scale in (1e-6, 1.0, 1e6):
