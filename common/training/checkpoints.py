@@ -130,7 +130,7 @@ def save(job) -> None:
     files = {name: file_number(name) for name in tensors}
     try:
         if rank == 0:
-            os.mkdir(aside)
+            os.makedirs(aside, exist_ok=True)  # another rank's writer may have made it
             if os.path.exists(os.path.join(directory, METRICS)):
                 sync(os.path.join(directory, METRICS))
         dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(aside, files, save_distributed=True))
