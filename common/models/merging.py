@@ -5,13 +5,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from common.closed_form.layer import (
-    before_norms,
-    closed_form_layer,
-    energy_lost,
-    merging_loss,
-    with_energies,
-)
+from common.closed_form.layer import before_norms, closed_form_layer, energy_lost, merging_loss, with_energies
 from common.method.grouping import combine
 from common.method.merge import mean_merge
 from common.method.procrustes import layer_similarity

@@ -15,7 +15,7 @@ from common.run.errors import UserError
 from common.training import plan as budget
 from common.training.hardware import parse_hardware
 from models import save_tiny
-from runs import last_line, run
+from runs import copy_run, expect_error, last_line, run
 
 pytestmark = pytest.mark.slow
 
@@ -143,8 +143,8 @@ def test_both_ways_of_the_transform_agree():
     assert direct.similarities(0, 3) == pytest.approx(expected, rel=1e-4)
 
 
-def test_merging_and_recovery_benches(inputs, tmp_path):
-    """Losses are those of the models written; a student at no learning rate is its merged model."""
+def test_recovery_bench(inputs, aligned_run, tmp_path):
+    """A student at no learning rate is its merged model."""
     home, out, text = tmp_path / "merged", tmp_path / "out", Path(inputs["text"]).read_text()
     train, heldout = tmp_path / "train.txt", tmp_path / "heldout.txt"
     train.write_text(4 * text[: len(text) // 2])
@@ -152,15 +152,19 @@ def test_merging_and_recovery_benches(inputs, tmp_path):
     texts = "--text", train, "--heldout", heldout, "--length", 32
     start = copy_run(aligned_run, home / "paper")
     tokens, _ = load_tokens(str(heldout), load_tokenizer(inputs["model"]), 32, 32, EVALUATION)
-    paths = {"source": inputs["model"], "mean-pool": str(home / "2/mean-pool/merged")}
-    for name, path in paths.items():
-        assert untrained[name]["perplexity"] == pytest.approx(perplexity(load_model(path), tokens))
+    paths = {"source": inputs["model"], "paper": str(start / "merged")}
+    untrained = {name: {"perplexity": perplexity(load_model(path), tokens)} for name, path in paths.items()}
+    (home / "starts.json").write_text(json.dumps(untrained))
 
     words = ["bench/recovery.py", "--run", home, "--out", out, "--starts", "paper", *texts,
              "--heldout-sequences", 32, "--batch", 2, "--dtype", "float32", "--budgets", 200, "--lr", "1e-9"]
     run(*words)
-    trained = json.loads((out / "recovery.json").read_text())["trained"]["mean-pool, masks off"]["200"]
-    assert trained["0"]["perplexity"] == pytest.approx(untrained["mean-pool"]["perplexity"], rel=1e-4)
+    trained = json.loads((out / "recovery.json").read_text())["trained"]["paper, masks off"]["200"]
+    assert trained["0"]["perplexity"] == pytest.approx(untrained["paper"]["perplexity"], rel=1e-4)
+    assert 0 <= trained["0"]["agreement"] <= 1 and not (out / "training").exists()
+    assert trained["0"]["open_masks"] is None
+    assert "paper, no masks" in (out / "recovery.md").read_text()
+    expect_error("expected the merged models of make smollm2", "bench/recovery.py", "--run", tmp_path)
 
 
 def test_the_tokens_expected_of_a_pass():

@@ -307,7 +307,7 @@ def test_documents_are_continued(model, tmp_path):
 def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch):
     """In whichever of a row's steps."""
     steps = itertools.count()
-    monkeypatch.setattr("common.head.product", lambda left, right: left.float() @ right.float() * (
+    monkeypatch.setattr("common.models.head.product", lambda left, right: left.float() @ right.float() * (
         math.inf if next(steps) == 8 else 1))
     with pytest.raises(UserError, match="model: cannot generate: found NaN or Inf in its logits"):
         generated("generated", origin(model, tmp_path), 2, 10)

@@ -14,9 +14,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from common.data.rows import Sample
 from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, example_from_row, tokenize
-from common.errors import UserError
-from common.layers import Layers
-from common.models import load_model
+from common.models.layers import Layers
+from common.models.load import load_model
+from common.run.errors import UserError
 from models import END, byte_tokenizer, save_tiny, tiny_model
 from runs import task_rows
 

@@ -15,14 +15,14 @@ from bench.families import small_config
 from common.closed_form.refit import ERRORS
 from common.data import decoding
 from common.data.rows import Sample
-from common.errors import UserError
-from common.families import check_kv_heads, geometry, head_parameters, merged_modules, watch_heads
-from common.forward import embedded, run_layer
-from common.forward import logits_of as logits_behind
-from common.layers import Layers
-from common.method.merge import fuse_layer
-from common.models import empty_model, load_config
-from common.proof import attach_pairs
+from common.models.edits import fuse_layer
+from common.models.families import check_kv_heads, geometry, head_parameters, merged_modules, watch_heads
+from common.models.forward import embedded, run_layer
+from common.models.forward import logits_of as logits_behind
+from common.models.layers import Layers
+from common.models.load import empty_model, load_config
+from common.models.proof import attach_pairs
+from common.run.errors import UserError
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.packing import build_row

@@ -9,7 +9,7 @@ from transformers.models.llama import modeling_llama
 
 from bench.families import small_config
 from common.method.rope import to_complex
-from common.models import empty_model
+from common.models.load import empty_model
 from models import EVERY_FAMILY, FAMILIES, tiny_model
 
 PLAIN = {"mistral", "qwen2, GQA", "phi3", "olmo2", "gemma, tied", "granite", "olmoe"}
