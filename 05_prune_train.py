@@ -14,8 +14,7 @@ Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b --no-bos   # one node of 8 GPUs
     torchrun --nproc-per-node 2 05_prune_train.py                           # demo model, minutes on two cores
     python 05_prune_train.py --run runs/tiny --steps 20 --teacher-steps 10  # a single process works too
-    python 05_prune_train.py --run runs/llama2-7b --plan 8xA100-80GB        # estimate the cost; train nothing
-    python 05_prune_train.py --plan 8xA100-80GB --model meta-llama/Llama-2-7b-hf --kv-heads 8  # of a config
+    python -m pipelines.plan --run runs/llama2-7b --on 8xA100-80GB          # estimate the cost; train nothing
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b --tasks none --text c4 \\
         --text-tokens 100000000                                             # the source is the teacher
 
@@ -73,19 +72,26 @@ from common.run.artifact import (
     verify_files,
     write_record,
 )
-from common.run.errors import UserError, run_stage
-from common.run.flags import Flag, stage_parser
-from common.run.kinds import SOURCE
-from common.training import checkpoints, hardware, plan, students
-from common.training.chunked import distillation_loss
+from common.cli import Flag, run_stage, stage_parser
+from common.data.data_sets import DATA_SET
+from common.data.rows import TABLE_NAMES
+from common.data.tasks import TASKS
+from common.errors import UserError
+from common.head import head_of
+from common.method.losses import distillation_loss
+from common.method.masks import blended_name, l0_loss, set_masks
+from common.metrics import METRICS, OPEN_MASKS, outcome, read_metrics, summarize
+from common.models import fingerprint
+from common.records import SOURCE
+from common.reporting import plots
+from common.training import checkpoints, students
 from common.training.conversion import STAGE, TrainingRun, read_conversion
-from common.training.disk import print_disk
 from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
-from common.training.expected import check_flags, expected_conversion, print_stages
+from common.training.flops import distillation_flops
 from common.training.heldout import QUESTIONS
 from common.training.lines import CHAT_SET, METRICS, OPEN_MASKS, TEXT_SET, outcome, read_metrics, summarize
 from common.training.mask_state import MASKS, Masks, mask_metrics, switch_step
-from common.training.settings import TEXT_LENGTH, Loss, Settings, phases_of, settle, workload
+from common.training.settings import TEXT_LENGTH, Loss, Settings, settle
 from common.training.sharding import free_memory, joined_ranks, sum_over_ranks
 from common.training.teacher import build_teacher, train_teacher
 
@@ -169,13 +175,15 @@ FLAGS = {
              "step are measured, too", 50),
     ],
     "execution": [
-        Flag("tokens-per-microbatch", flags.positive, "tokens per packed row (default: 2048 on a CPU; on "
-             "GPUs a rank's share of a batch, at least 4096, as far as memory suffices by --plan)"),
-        Flag("loss-chunk", flags.positive, "tokens per chunk of logits", 512),
+        Flag("tokens-per-microbatch", cli.positive, "tokens per packed row (default: 2048 on a CPU; on GPUs "
+             "a rank's share of a batch, at least 4096, as far as memory suffices)"),
+        Flag("loss-chunk", cli.positive, "tokens per chunk of logits", 512),
+        Flag("attention", ATTENTIONS, "packed: torch's fused kernels on samples as they are packed; the "
+             "others are transformers'", "packed"),
         Flag("dtype", ("float32", "bfloat16"), "of the computation; weights and optimizer state are float32 "
              "(default: bfloat16 on GPUs, float32 on CPUs)"),
         Flag("recompute", bool, "activation checkpointing of every layer (default: on GPUs whose memory "
-             "does not suffice without it, by --plan)"),
+             "does not suffice without it)"),
         Flag("compile", True, "torch.compile every decoder layer: faster on GPUs, after a minute or more"),
         Flag("deterministic", True, "on GPUs: only kernels that give the same bits each time, slower"),
         Flag("reduce", ("step", "row"), "reduce gradients over ranks once a step, or after every packed "
@@ -183,15 +191,6 @@ FLAGS = {
         Flag("save-minutes", flags.non_negative_float, "maximum minutes between checkpoints", 20),
         Flag("save-steps", flags.positive, "also save every so many steps"),
         Flag("print-every", flags.positive, "steps between printed lines; metrics.jsonl has every step", 1),
-    ],
-    "a plan, which trains nothing": [
-        Flag("plan", str, "only print memory, FLOPs, time and disk on DEVICE: "
-             f"{', '.join(hardware.HARDWARE)}; {hardware.OWN}, numbers of dense bf16 and, in GB/s and one "
-             f"direction, of links; or, as 1x{hardware.CPU}, this machine's", metavar="[NODESx]COUNTxDEVICE"),
-        Flag("model", str, "plan for this model, not for RUN: a config.json, a directory that has one, or a "
-             "hub name, of which nothing else is downloaded; for the published training sets or, with "
-             "--tasks none, for --text-tokens of text", metavar="NAME"),
-        Flag("kv-heads", flags.positive, "with --model: kv heads to keep"),
     ],
 }
 
@@ -205,11 +204,6 @@ def parse():
     args = parser.parse_args()
     if args.compile and args.deterministic:  # a resumed run begins with other rows
         raise UserError("--deterministic: expected no --compile, whose kernels depend on earlier rows' sizes")
-    if args.plan:
-        hardware.parse_hardware(args.plan)  # before text is tokenized
-        if args.dtype == "float32" and hardware.on_gpus(args.plan, None):
-            raise UserError("--plan: expected --dtype bfloat16, which it assumes, found float32")
-    check_flags(args)
     return args
 
 
@@ -259,7 +253,7 @@ def train_masked(run: TrainingRun, settings: Settings, teacher, saved: str | Non
     student = students.masked_student(
         conversion, run.ranks, run.execution, kind, settings.seed, fresh=not saved, train=settings.train)
     optimizer = students.masked_optimizer(student, settings.rates, kind, settings.mask_lr)
-    flops = plan.distillation_flops(student, teacher, settings.train)
+    flops = distillation_flops(student, teacher, settings.train)
     job = Job(student, optimizer, run.directory, run.ranks, flops)
     if saved:
         checkpoints.load(job, saved)
@@ -294,7 +288,7 @@ def train_gqa(run: TrainingRun, settings: Settings, teacher, saved: str | None, 
     student = students.gqa_student(
         conversion, run.ranks, run.execution, fresh=not saved, train=settings.train)
     optimizer = students.student_optimizer(student, settings.rates, blended)
-    flops = plan.distillation_flops(student, teacher, settings.train)
+    flops = distillation_flops(student, teacher, settings.train)
     job = Job(student, optimizer, run.directory, run.ranks, flops)
     if saved:
         names = (lambda name: blended_name(name, blended)) if switched else (lambda name: name)
@@ -366,34 +360,11 @@ def write_student(run: TrainingRun, schedule: Schedule, recorded: dict, inputs: 
           f"{run.started.clock()} s")
 
 
-def print_plan(run: TrainingRun, settings: Settings) -> None:
-    """Print what a run keeps on disk and what training needs on --plan's hardware, of a model that is not
-    there yet also what stages 1 to 4 need. Raises UserError if a phase does not fit.
-    """
-    phases, sources = phases_of(run, settings), settings.sources
-    if run.started.args.model:
-        print_stages(phases[-1][1].config, settings.plan, refit=sources.tasks == NONE)
-    print_disk(phases, run.conversion.kv_heads, teacher=settings.teacher is None,
-               best=bool({TEXT_SET, CHAT_SET} & run.heldout.sets.keys()))
-    hours = plan.print_phases(phases, settings.plan)
-    if run.heldout.sets:
-        samples = [sample for samples in run.heldout.sets.values() for sample in samples]
-        times = 1 + run.heldout.measurements(settings.schedule.steps)  # merged/ first
-        hours += plan.print_heldout(workload(run, samples, settings.schedule), times, settings.plan)
-    generates = any(map(is_generated, (*sources.text, *sources.chat, sources.heldout_text)))
-    print(f"05_prune_train: {plan.duration(hours)} on {settings.plan}"
-          f"{', including the teacher' * (len(phases) > 1)}{', besides generating text' * generates}")
-
-
-def prune_train(args, started: Started, ranks) -> int:
+def prune_train(args, started: Claim, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
-    conversion = expected_conversion(args) if args.model else read_conversion(args.run, ranks, args.student)
-    table = [flag for section in FLAGS.values() for flag in section]
-    settings, run = settle(args, table, conversion, started, ranks)
-    if settings.plan:
-        if ranks.first:
-            print_plan(run, settings)
-        return 0
+    conversion = read_conversion(args.run, ranks, args.student)
+    flags = [flag for section in FLAGS.values() for flag in section]
+    settings, run = settle(args, flags, conversion, started, ranks)
     if settings.force:
         earlier = [] if settings.teacher else [run.teacher, run.teacher + ".train"]
         checkpoints.start_anew([run.directory, *earlier], ranks)
@@ -418,12 +389,7 @@ def train(run: TrainingRun, settings: Settings) -> int:
 
 def main() -> int:
     args = parse()
-    if args.model:
-        # a file: no training is in it
-        args.run = config_file(str(demo.SHIPPED) if args.model == demo.DEMO else args.model)
-        started = Started(STAGE, args, {}, {}, progress.Clock())
-    else:
-        started = begin_stage(STAGE, args)
+    started = begin_stage(STAGE, args)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch, in any order

@@ -6,7 +6,7 @@
     GPU_TESTS_ON=cpu python -m bench.gpu report runs/gpu    # of the same on a CPU: runs/gpu/report.md
 
 Exits with 1 if a row failed. The report has ratios measured side by side in one run, model FLOPs utilization
-(MFU), the memory and time that 05_prune_train.py --plan expects against what was measured, and of stages and
+(MFU), the memory and time that pipelines/plan.py expects against what was measured, and of stages and
 pipelines what they print last.
 """
 
@@ -142,7 +142,7 @@ def step_tables(rows: list[Row]) -> str:
                 error = f"{expected / measured - 1:+.1%}"
                 planned.append([name, unit, number(expected), number(measured), error])
     comparison = [
-        "What `--plan` expects for the same work (its error: expected over measured, minus one):",
+        "What the plan expects for the same work (its error: expected over measured, minus one):",
         markdown_table(("", "", "expected", "measured", "error"), planned)] if planned else []
     title = "## A pruning step: `python -m bench.train_step`"
     return "\n\n".join([title, markdown_table(("", *STEPS.values()), ratios), *comparison])

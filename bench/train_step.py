@@ -11,7 +11,7 @@ the complete step: sampling masks, blended projections, KL + BiLD, gradients of 
 and the optimizer step. step_over_floor is measured with masks; gqa_step_over_floor is for the last fifth of
 training. Samples are as long as the paper's, 126 tokens on average. packed_over_single compares samples/s;
 of the samples, --singles run alone in a packed row. Then one masked step runs under torch's profiler, whose
-table says where its time goes. On a GPU its memory and time are compared with --plan's. The last line is
+table says where its time goes. On a GPU its memory and time are compared with the plan's. The last line is
 JSON: medians of paired steps.
 
 With --shape host it is the process time of passes over a row of 32 tokens, a layer, and their ratios to plain
@@ -37,20 +37,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.machine import machine, median_ratio, timed
 from common.data.rows import Sample
 from common.method import masks
-from common.models import blending
-from common.models.blending import set_masks
-from common.run.errors import UserError, run_stage
-from common.run.flags import Parser
-from common.training import plan as budget
+from common.method.masks import set_masks
 from common.training import students
 from common.training.checkpoints import of_first_rank
 from common.training.engine import Job, Schedule, Step
-from common.training.hardware import HARDWARE, Cluster, peak_flops
+from common.training.flops import distillation_flops, peak_flops
 from common.training.mask_state import Masks
+from common.training.memory import USABLE, Cluster, StepMemory, Student, Workload, size
 from common.training.packing import build_row, pack
 from common.training.sharding import Execution, build, joined_ranks, reduce_gradients
 from common.training.students import Rates
 from common.training.teacher import build_teacher
+from pipelines.cost import HARDWARE, step_cost
 
 stage5 = importlib.import_module("05_prune_train")
 
@@ -151,7 +149,7 @@ class Models:
             self.plain: students.student_optimizer(self.plain, rates),
             self.gqa: students.student_optimizer(self.gqa, rates, blending.KEY_VALUE)}
         self.jobs = {trainee: Job(trainee, optimizer, "", ranks,
-                                  budget.distillation_flops(trainee, self.teacher, "all"), step=STEP)
+                                  distillation_flops(trainee, self.teacher, "all"), step=STEP)
                      for trainee, optimizer in optimizers.items()}
 
     def masked_step(self, rows: list, samples: list[Sample]) -> None:
@@ -208,31 +206,31 @@ def ratios(taken: dict[str, list[float]], single_share: float) -> dict[str, floa
     return {name: round(value, 3) for name, value in values.items()}
 
 
-def student_of(config) -> budget.Student:
-    """The masked student, for --plan."""
-    return budget.Student(config.num_key_value_heads // 4)
+def student_of(config) -> Student:
+    """The masked student, for the plan."""
+    return Student(config.num_key_value_heads // 4)
 
 
 def others_bytes(config, whole: bool) -> int:
     """Bytes that the plain and the GQA student hold between steps, over all ranks."""
-    grouped = budget.Student(config.num_key_value_heads // 4, ())
-    return (STATE + COPY * whole) * (budget.size(config).whole + budget.size(config, grouped).whole)
+    grouped = Student(config.num_key_value_heads // 4, ())
+    return (STATE + COPY * whole) * (size(config).whole + size(config, grouped).whole)
 
 
 def planned(config, samples: list, rows: list, args, world: int) -> dict[str, float]:
-    """What --plan expects of a masked step: GiB per rank and, on a GPU of known speed, seconds."""
+    """What the plan expects of a masked step: GiB per rank and, on a GPU of known speed, seconds."""
     cuda = args.device == "cuda"
-    work = budget.Workload.of(
+    work = Workload.of(
         config, samples, args.loss_chunk, args.recompute, 2 if cuda else 4, not args.by_layer)
     longest = max(sum(row.lengths) for row in rows)
-    need = budget.memory(work, student_of(config), world, longest, len(rows) > 1)
-    expected = {"memory_gib": round(need["total"] / 2**30, 2)}
+    step = StepMemory(work, student_of(config), world, longest, len(rows) > 1, reduced=world > 1)
+    expected = {"memory_gib": round(step.fullest()["total"] / 2**30, 2)}
     peak = peak_flops(torch.cuda.get_device_name()) if cuda else None
     if peak:
         hardware = next(device for device in HARDWARE.values() if device.flops_per_s == peak)
         schedule = SimpleNamespace(batch=args.batch * world, tokens_per_microbatch=args.tokens_per_microbatch,
                                    reduce="step")
-        cost = budget.step_cost(work, student_of(config), schedule, Cluster(world, hardware))
+        cost = step_cost(work, student_of(config), schedule, Cluster(world, hardware))
         expected["step_seconds"] = round(cost.seconds, 4)
     return expected
 
@@ -247,14 +245,14 @@ def fit_layers(config, samples: list, args, memory: float):
 
     def need(layers: int) -> float:
         config.num_hidden_layers = layers
-        work = budget.Workload.of(config, samples, args.loss_chunk, args.recompute, 2, not args.by_layer)
-        masked = budget.memory(work, student_of(config), 1, row)["total"]
+        work = Workload.of(config, samples, args.loss_chunk, args.recompute, 2, not args.by_layer)
+        masked = StepMemory(work, student_of(config), 1, row, reduced=False).fullest()["total"]
         return masked + others_bytes(config, not args.by_layer)
 
     counts = range(1, config.num_hidden_layers + 1)
-    fitting = bisect.bisect_right(counts, budget.USABLE * memory, key=need)
+    fitting = bisect.bisect_right(counts, USABLE * memory, key=need)
     if not fitting:
-        least = need(1) / budget.USABLE
+        least = need(1) / USABLE
         raise UserError(f"--device cuda: expected memory for one layer, {least / 2**30:.1f} GiB, "
                         f"found {memory / 2**30:.1f} GiB")
     config.num_hidden_layers = fitting

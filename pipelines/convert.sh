@@ -18,7 +18,8 @@
 #   RUN        run directory (runs/NAME-KV_HEADS, -gqa or -choose); other settings need another one
 #   FROM       run directory whose calibration to share, for another KV_HEADS
 #   NPROC      training processes (1; with GPUs one for each)
-#   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: stages 1 to 4, then what training would cost;
+#   PLAN       e.g. 8xA100-80GB, or 1xCPU for this machine: only print what all of it would cost there, by
+#              the config of MODEL (not of a .gguf file); chats count where CHAT names them;
 #              choose: stages 3 and 4 for each of KV_HEADS="16 8 4" (every allowed number) in RUN/kvN, then
 #              RUN/choose/eval/eval.md, what each keeps, untrained; the same RUN and one of them without PLAN goes
 #              on from there
@@ -48,7 +49,7 @@ PROMPTS=${PROMPTS:-pipelines/prompts.txt} TASKS=${TASKS:-none} BASIS=${BASIS:-ro
 [ -z "${FROM:-}" ] || [ -d "$FROM/calibration" ] ||
   refuse "FROM: expected a run directory with a calibration, found $FROM"
 [ "$MODEL" != demo ] || LENGTH=${LENGTH:-256}  # its positions
-MACHINE=$("$PYTHON" -c "import torch; from common.training.hardware import processor_dtype; \
+MACHINE=$("$PYTHON" -c "import torch; from pipelines.cost import processor_dtype; \
 print(torch.cuda.device_count(), processor_dtype())")
 read -r GPUS DTYPE <<< "$MACHINE"
 if [ "${GPUS:-0}" -gt 0 ]; then
@@ -82,13 +83,17 @@ done
   BASIS=(--cache-basis "$BASIS" ${FROM:+--calibration "$FROM/calibration"})
 read -ra ONLY <<< "${ONLY:-}"
 read -ra FLAGS <<< "${FLAGS:-}"
-TRAIN=(--run-dir "$RUN" --tasks none --text "${TEXT[@]}" --text-tokens "$TOKENS"
+TRAIN=(--tasks none --text "${TEXT[@]}" --text-tokens "$TOKENS"
   ${CHAT[0]:+--chat "${CHAT[@]}"} ${DTYPE:+--dtype "$DTYPE"} $COMPILE "${FLAGS[@]}")
 CACHES=(--cache q8_0 q8_0/q4_0 q4_0)
 EVALUATE=(--run "$RUN" --update --tasks "$TASKS" ${ONLY[0]:+--only "${ONLY[@]}"} --prompts "$PROMPTS")
 
-[ "${PLAN:-choose}" = choose ] && PLANNED=() || PLANNED=(--plan "$PLAN")
-"$PYTHON" -m pipelines.flags 05_prune_train "${TRAIN[@]}" "${PLANNED[@]}" ::: 07_eval "${EVALUATE[@]}" :::
+if [ "${PLAN:-choose}" != choose ]; then
+  exec "$PYTHON" -m pipelines.plan --on "$PLAN" --model "$MODEL" ${KV_HEADS:+--kv-heads "$KV_HEADS"} \
+    "${TRAIN[@]}"
+fi
+TRAIN=(--run-dir "$RUN" "${TRAIN[@]}")
+"$PYTHON" -m pipelines.flags 05_prune_train "${TRAIN[@]}" ::: 07_eval "${EVALUATE[@]}" :::
 
 TIMES=
 stage() {  # Python with these arguments, and how long it took
@@ -99,7 +104,7 @@ stage() {  # Python with these arguments, and how long it took
 train() {
   local launcher=(-m torch.distributed.run --standalone --nproc-per-node "$NPROC" --shutdown-timeout 600)
   [ "$NPROC" != 1 ] || launcher=()
-  stage "${launcher[@]}" 05_prune_train.py "${TRAIN[@]}" "$@"
+  stage "${launcher[@]}" 05_prune_train.py "${TRAIN[@]}"
 }
 
 if [ -z "${FROM:-}" ]; then
@@ -131,10 +136,6 @@ print(source_model(record, sys.argv[1])['path'])" "${FROM:-$RUN}")
 fi
 stage 03_group.py --run "$RUN" "${SIMILARITY[@]}" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
 stage 04_align.py --run "$RUN" "${CALIBRATION[@]}" --merge closed-form --refit attention
-if [ -n "${PLAN:-}" ]; then
-  train "${PLANNED[@]}"
-  exit
-fi
 train  # a complete training is left as it is; other flags are refused
 stage 06_export.py --run "$RUN" --update "${BASIS[@]}"
 HELDOUT=$RUN/train/heldout.npy CHATS=$RUN/train/heldout_chats.jsonl

@@ -9,7 +9,7 @@
 #   bash pipelines/gpu.sh 7b              # all but training, of random weights of LLaMA2-7B's shape
 #   bash pipelines/gpu.sh 7b-layerwise    # the same, a layer in memory at a time
 #   bash pipelines/gpu.sh 7b-refit        # closed form and attention refit of 7b's calibration
-#   bash pipelines/gpu.sh 7b-train        # 50 steps with masks, of 8 layers, and what --plan expects of them
+#   bash pipelines/gpu.sh 7b-train        # 50 steps with masks, of 8 layers, and what their plan expects
 #
 #   PYTHON  interpreter (python3) with torch, transformers and pytest: an image's own; nothing is downloaded
 #   OUT     logs and results.json (runs/gpu for tests, runs/gpu-PART)
@@ -125,12 +125,16 @@ record() {
 }
 
 refit() {
-  local sizes="64 256 1024 4096" length=2048 source size text models=()  # 0.13 to 8 M tokens
+  local sizes="64 256 1024 4096" length=2048 source size text run models=() calibrated=${TEXT:-generated}  # 0.13 to 8 M tokens
   [[ $DEVICE != cpu ]] || sizes="8 16" length=128
   for size in $sizes; do
-    RUN=$WORK/refit-$size SEQUENCES=$size LENGTH=$length PLAN=1xCPU TOKENS=20000 \
-      row "refit-$size" "$LIMIT" pipelines/convert.sh
-    models+=("$size=$WORK/refit-$size/merged")
+    run=$WORK/refit-$size
+    row "calibrate-$size" "$LIMIT" 01_calibrate.py --run "$run" --model "$MODEL" --text "${calibrated%% *}" \
+      --sequences "$size" --length "$length"
+    row "similarity-$size" "$LIMIT" 02_similarity.py --run "$run" --energy
+    row "group-$size" "$LIMIT" 03_group.py --run "$run" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}
+    row "align-$size" "$LIMIT" 04_align.py --run "$run" --merge closed-form --refit attention
+    models+=("$size=$run/merged")
   done
   source=$(source_of "$WORK/refit-$size") || return 0
   for text in "$WORK/refit-$size/calibration" "$OTHER"; do
@@ -184,7 +188,7 @@ random_7b() {
   row similarity "$LIMIT" 02_similarity.py --run "$run"
   row group      "$LIMIT" 03_group.py --run "$run"
   row align      "$LIMIT" 04_align.py --run "$run"
-  row plan       "$LIMIT" 05_prune_train.py --run "$run" $train --plan "$plan"
+  row plan       "$LIMIT" -m pipelines.plan --run "$run" --on "$plan" $train
   row train      "$LIMIT" 05_prune_train.py --run "$run" $train
 }
 

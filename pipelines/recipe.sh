@@ -5,7 +5,7 @@
 #   NPROC    training processes (8)           TASKS    directory of task files, or hub (hub)
 #   NNODES   nodes (1); all run the same command, with RDZV=host:port, RUN on a disk they share and a NODE of
 #            their own, 0, 1, ...: node 0 runs all stages, the others wait for it and train
-#   PLAN     e.g. 8xA100-80GB: run stages 1 to 4, print the cost of training there, train nothing
+#   PLAN     e.g. 8xA100-80GB: only print what all of it would cost there, on the published training sets
 #   FLAGS    further options of stage 5, separated by blanks: FLAGS="--masks l0 --kl-on all" has masks move
 #            by Eq. 29 alone and KL on every token, FLAGS="--merged-lr-factor 2" shared projections train at
 #            the learning rate of the released code. They are part of RUN's default name
@@ -56,18 +56,24 @@ on_first_node() {
 
 # Stages 1 and 2, shared by all table rows.
 calibrate() {
-  on_first_node "$RUN/calibration/stage.json" "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
-  on_first_node "$RUN/similarity/stage.json" "$PYTHON" 02_similarity.py --run "$RUN"
+  [ -z "${PLAN:-}" ] || return 0
+  on_first_node "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
+  on_first_node "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN"
 }
 
-# transform ROW KV_HEADS BY CRITERION ROTATE: stages 3 and 4 in RUN/ROW, on RUN's calibration.
+# scaled KV_HEADS: as many; with SMALL, the same share of the demo model's 8.
+scaled() {
+  if [ -n "${SMALL:-}" ]; then echo $(($1 * 8 / HEADS)); else echo "$1"; fi
+}
+
+# transform ROW KV_HEADS BY CRITERION ROTATE [MERGE]: stages 3 and 4 in RUN/ROW, on RUN's calibration.
 transform() {
-  local row=$RUN/$1 kv_heads=$2
-  [ -z "${SMALL:-}" ] || kv_heads=$((kv_heads * 8 / HEADS))
-  on_first_node "$row/groups/stage.json" "$PYTHON" 03_group.py --run "$row" \
-    --similarity "$RUN/similarity" --kv-heads "$kv_heads" --by "$3" --criterion "$4"
-  on_first_node "$row/merged/stage.json" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" \
-    --rotate "$5" --merge mean
+  local row=$RUN/$1 kv_heads
+  kv_heads=$(scaled "$2")
+  on_first_node "$row/groups.json" "$PYTHON" 03_group.py --run "$row" \
+    --similarity "$RUN/similarity.safetensors" --kv-heads "$kv_heads" --by "$3" --criterion "$4"
+  on_first_node "$row/merged" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" \
+    --rotate "$5" --merge "${6:-mean}"
 }
 
 # convert: as transform, then stages 5 and 6 with the one TEACHER.
@@ -78,15 +84,16 @@ convert() {
     length=(--print-every 50 ${small_steps:+--steps "$small_steps"}
       ${SMALL_TEACHER_STEPS:+--teacher-steps "$SMALL_TEACHER_STEPS"})
   fi
-  transform "$@"
-  local settings=(--run-dir "$row" --teacher "$TEACHER" --tasks "${TASKS:-hub}" --text none --no-bos
-    "${length[@]}" "${STAGE_5[@]}")
+  local tasks=${PLAN:+hub}  # a plan counts the published ones
+  local settings=(--teacher "$TEACHER" --tasks "${tasks:-${TASKS:-hub}}" --text none --no-bos "${length[@]}"
+    "${STAGE_5[@]}")
   if [ -n "${PLAN:-}" ]; then
-    "$PYTHON" 05_prune_train.py "${settings[@]}" --plan "$PLAN"
+    "$PYTHON" -m pipelines.plan --on "$PLAN" --model "$MODEL" --kv-heads "$(scaled "$2")" "${settings[@]}"
     return
   fi
-  train "${settings[@]}"
-  on_first_node "$row/gqa/stage.json" "$PYTHON" 06_export.py --run "$row"
+  transform "$@"
+  train --run-dir "$row" "${settings[@]}"
+  on_first_node "$row/gqa" "$PYTHON" 06_export.py --run "$row"
 }
 
 # evaluate NAME=CHECKPOINT...: one table, the teacher first.

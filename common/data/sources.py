@@ -15,7 +15,6 @@ from common.data.text import (
     HELDOUT,
     NONE,
     PARTS,
-    TOKEN,
     TRAIN,
     TooShort,
     is_generated,
@@ -40,7 +39,6 @@ class DataContext:
     device: str | torch.device
     ranks: object = None  # common.training.sharding.Ranks, all of which take part; None: this process alone
     layerwise: bool = False  # the model is too large for memory
-    plan: bool = False  # only the number of tokens matters
     bos: bool | None = None  # as for load_tokenizer
 
     def tokenizer(self):
@@ -64,12 +62,7 @@ class DataContext:
 
 def generated(source: str, context: DataContext, sequences: int, length: int, split=TRAIN,
               chats=False) -> np.ndarray:
-    """[sequences, length] int32 from the model itself, as common/data/generate.py; zeros where only their
-    number matters.
-    """
-    if context.plan:
-        answers = np.arange(length) >= length // 2
-        return np.tile(-answers.astype(TOKEN) * chats, (sequences, 1))
+    """[sequences, length] int32 from the model itself, as common/data/generate.py."""
     from common.data import generate  # the sampler, only where text is generated
 
     return generate.generated(source, context, sequences, length, split, chats)

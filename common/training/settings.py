@@ -11,17 +11,15 @@ from common.data.demo import DEMO, default_sources
 from common.data.pool import SPLIT, Pool, Sources, load_pool
 from common.data.sources import DataContext, check_sources, choose_chats, hub_commits
 from common.data.text import NONE, is_endless, sequence_length
-from common.models.families import OUTPUTS
-from common.models.load import bos_prefix, load_config, load_tokenizer
-from common.run.artifact import Started
-from common.run.errors import UserError
-from common.run.flags import Flag, named
-from common.run.kinds import SOURCE
-from common.training import checkpoints, engine, hardware, plan
+from common.errors import UserError
+from common.families import OUTPUTS, needs_eager
+from common.models import bos_prefix, load_config, load_tokenizer
+from common.records import SOURCE
+from common.training import checkpoints, engine, memory
 from common.training.conversion import HUB_COMMITS, Conversion, TrainingRun
 from common.training.engine import Schedule
-from common.training.expected import expected_heldout, expected_pool
 from common.training.heldout import Heldout, heldout_texts, load_heldout
+from common.training.memory import Phase, Student, Workload
 from common.training.sharding import Execution
 from common.training.students import Rates
 from common.training.teacher import check_teacher, find_teacher
@@ -30,7 +28,6 @@ TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many posit
 DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 TEACHER_EPOCHS = 2
 SHORTEST_ROW = {False: 2048, True: 4096}  # tokens of a packed row; on GPUs longer ones, where memory suffices
-ROOMY = 2 / 3  # of the usable memory: whole weights save the host's time, of which large models need little
 OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
 
 
@@ -57,7 +54,6 @@ class Settings:
     teacher_rates: Rates
     schedule: Schedule
     teacher_schedule: Schedule | None  # None: there is a teacher
-    plan: str | None  # hardware to plan for, instead of training
     force: bool
     resumed: dict[str, object]  # flags that must be the same to go on with a training
 
@@ -89,10 +85,7 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
     filled.tasks = args.tasks or default_sources(demo)[0]
     filled.text = args.text or ([DEMO] if demo else [])
     filled.text = [] if filled.text == [NONE] else filled.text
-    if not args.model:
-        filled.chat = choose_chats(args.chat, filled.text, conversion.model["path"])
-    elif args.chat in (None, [NONE]):  # whether the model has a chat template is not known
-        filled.chat = []
+    filled.chat = choose_chats(args.chat, filled.text, conversion.model["path"])
     if args.heldout_text is None:
         filled.heldout_text = DEMO if demo else "c4" if "c4" in filled.text else SPLIT
     teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ lies next to DIR, not in DIR/
@@ -145,7 +138,7 @@ def read(sources: Sources, model: str, args, ranks, begun: dict) -> tuple[Pool, 
 
     begun: the settings of the training that goes on, if one does: it reads the commits that it began with.
     """
-    context = DataContext(model, args.run, ranks.device, ranks, plan=bool(args.plan), bos=args.bos)
+    context = DataContext(model, args.run, ranks.device, ranks, bos=args.bos)
     COMMITS.update(begun.get(HUB_COMMITS, {}))
     if ranks.first and not begun:
         check_sources(sources.text, sources.chat)
@@ -167,19 +160,15 @@ def settle(
     source, defaults = conversion.model["path"], defaults_of(flags, conversion, args.tasks)
     config = load_config(source)
     args = with_defaults(args, defaults, conversion, config.max_position_embeddings)
-    args.bos = bool(args.bos if args.model else bos_prefix(load_tokenizer(source, args.bos)))
+    args.bos = bool(bos_prefix(load_tokenizer(source, args.bos)))
     sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
     directory = os.path.join(args.run, named("train", args.name))
     teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # --force was obeyed before
     force = args.force and not restarted
     begun = {} if force else checkpoints.of_first_rank(settings_begun(directory, teacher))
-    if args.model:
-        pool = expected_pool(sources, args.bos)
-        heldout = expected_heldout(sources, args.heldout_every, args.bos)
-    else:
-        pool, heldout = read(sources, source, args, ranks, begun)
-    cuda = hardware.on_gpus(args.plan, ranks)
+    pool, heldout = read(sources, source, args, ranks, begun)
+    cuda = ranks.device.type == "cuda"
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), recompute=bool(args.recompute), compile=args.compile)
     run = TrainingRun(directory, teacher, conversion, pool, heldout, ranks, execution,
@@ -194,46 +183,33 @@ def settle(
         sources=sources, teacher=args.teacher, masks=args.masks, train=args.train, seed=args.seed,
         loss=Loss(args.kl_on, args.l0_weight), mask_lr=args.mask_lr,
         rates=rates, teacher_rates=teacher_rates, schedule=schedules["student"],
-        teacher_schedule=schedules.get("teacher"), plan=args.plan, force=force, resumed=resumed)
+        teacher_schedule=schedules.get("teacher"), force=force, resumed=resumed)
     return fit(run, settings, args, cuda, begun)
 
 
 def fit(run: TrainingRun, settings: Settings, args, cuda: bool, begun: dict) -> tuple[Settings, TrainingRun]:
-    """Fill in, by the plan's memory, what only costs or saves it: recomputed layers where the activations do
-    not fit otherwise, rows as long as a rank's share of a batch, weights gathered once a row.
+    """Fill in, by the memory of the ranks' devices, what only costs or saves it, as memory.fit says.
 
     A training that goes on, whose settings `begun` are, keeps its rows.
     """
-    def fits(run: TrainingRun, settings: Settings, share: float = 1) -> bool:
-        return not plan.too_large(phases_of(run, settings), cluster, share)
-
-    def rows_of(tokens: int) -> Settings:
-        schedules = {name: schedule and replace(schedule, tokens_per_microbatch=tokens) for name, schedule in
-                     (("schedule", settings.schedule), ("teacher_schedule", settings.teacher_schedule))}
-        return replace(settings, **schedules)
-
-    ranks, rows = run.ranks, begun.get("tokens_per_microbatch")
-    cluster = hardware.parse_hardware(settings.plan) if settings.plan else hardware.cluster_of(ranks)
-    chooses = cuda and args.tokens_per_microbatch is None
-    if chooses and rows:
-        settings = rows_of(rows)
-    if args.recompute is None and cuda and not fits(run, settings):
-        run = replace(run, execution=replace(run.execution, recompute=True))
+    conversion, execution, ranks = run.conversion, run.execution, run.ranks
+    schedules = {"teacher": settings.teacher_schedule, "student": settings.schedule}
+    phases = phases_of(conversion, run.pool, execution, settings.masks, settings.train, schedules)
+    cluster, chooses = memory.cluster_of(ranks), cuda and args.tokens_per_microbatch is None
+    rows = begun.get("tokens_per_microbatch") if chooses else None
+    phases = memory.with_rows(phases, rows) if rows else phases
+    phases = memory.fit(phases, cluster, cuda and args.recompute is None, chooses and not rows)
+    _, work, _, schedule = phases[-1]
+    if work.recompute and not args.recompute:
         ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
-    if chooses and not rows:
-        share = plan.longest_share(phases_of(run, settings), cluster)
-        tokens = settings.schedule.tokens_per_microbatch
-        while tokens < share and fits(run, rows_of(2 * tokens)):
-            tokens *= 2
-        settings = rows_of(tokens)
-    whole = replace(run, execution=replace(run.execution, whole=True))
-    if fits(whole, settings, ROOMY):
-        run = whole
     if cuda:
-        gathered = f", weights gathered {'once a row' if run.execution.whole else 'layer by layer'}"
-        ranks.say(f"rows    of up to {settings.schedule.tokens_per_microbatch} tokens"
+        gathered = f", weights gathered {'once a row' if work.whole else 'layer by layer'}"
+        ranks.say(f"rows    of up to {schedule.tokens_per_microbatch} tokens"
                   + gathered * (cluster.ranks > 1))
-    return settings, run
+    teacher_schedule = phases[0].schedule if settings.teacher_schedule else None
+    execution = replace(execution, recompute=work.recompute, whole=work.whole)
+    return (replace(settings, schedule=schedule, teacher_schedule=teacher_schedule),
+            replace(run, execution=execution))
 
 
 def settings_begun(directory: str, teacher: str) -> dict:
@@ -246,19 +222,24 @@ def settings_begun(directory: str, teacher: str) -> dict:
     return {}
 
 
-def phases_of(run: TrainingRun, settings: Settings) -> list[tuple]:
-    """(title, work, student, schedule) of each training, for plan."""
-    conversion, schedule = run.conversion, settings.schedule
-    blended = conversion.blended if settings.masks != "off" else ()
-    student = plan.Student(conversion.kv_heads, blended, settings.train)
-    phases = [(f"pruning {conversion.title}", workload(run, run.pool, schedule), student, schedule)]
-    if settings.teacher_schedule:
-        schedule = settings.teacher_schedule
-        phases.insert(0, ("teacher", workload(run, run.pool.answered, schedule), None, schedule))
+def phases_of(
+    conversion: Conversion,
+    pool: Pool,
+    execution: Execution,
+    masks: str,  # a key of MASKS, or "off"
+    train: str,  # "all" or "attention"
+    schedules: dict[str, Schedule | None],  # as make_schedules gives them
+) -> list[Phase]:
+    """The trainings: of the teacher, if it has a schedule, and of the student."""
+    config = load_config(conversion.model["path"])
+
+    def work_of(samples, schedule: Schedule) -> Workload:
+        return Workload.of(config, samples, schedule.loss_chunk, execution.recompute,
+                           execution.compute.itemsize, execution.whole)
+
+    student = Student(conversion.kv_heads, conversion.blended if masks != "off" else (), train)
+    schedule = schedules["student"]
+    phases = [Phase(f"pruning {conversion.title}", work_of(pool, schedule), student, schedule)]
+    if schedule := schedules.get("teacher"):
+        phases.insert(0, Phase("teacher", work_of(pool.answered, schedule), None, schedule))
     return phases
-
-
-def workload(run: TrainingRun, samples, schedule: Schedule) -> plan.Workload:
-    execution = run.execution.recompute, run.execution.compute.itemsize, run.execution.whole
-    config = load_config(run.conversion.model["path"])
-    return plan.Workload.of(config, samples, schedule.loss_chunk, *execution)

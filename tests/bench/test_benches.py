@@ -9,13 +9,13 @@ import torch
 
 from bench import draft, train_step, transform
 from common.data.text import EVALUATION, load_tokens
-from common.evaluation.evaluate import perplexity
-from common.models.load import load_model, load_tokenizer
-from common.run.errors import UserError
-from common.training import plan as budget
-from common.training.hardware import parse_hardware
+from common.errors import UserError
+from common.evaluate import perplexity
+from common.models import load_model, load_tokenizer
+from common.training.memory import USABLE, StepMemory, Student, Workload
 from models import save_tiny
-from runs import copy_run, expect_error, last_line, run
+from pipelines.cost import parse_hardware, step_cost
+from runs import expect_error, last_line, run
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ def step_arguments(**changes) -> argparse.Namespace:
 @pytest.mark.parametrize("tokens, world, count, whole", [
     (600, 1, 3, True), (1024, 2, 2, True), (16384, 1, 1, False)])
 def test_the_plan_of_the_step_is_stage_5s(monkeypatch, tokens, world, count, whole):
-    """Memory and seconds of common/training/plan.py for the same model, samples and rows, on H200s.
+    """Memory and seconds of the plan for the same model, samples and rows, on H200s.
 
     On a CPU, in float32, there are no seconds.
     """
@@ -46,14 +46,14 @@ def test_the_plan_of_the_step_is_stage_5s(monkeypatch, tokens, world, count, who
     config, samples = train_step.model_config(args), train_step.random_samples(8, 1280)
     rows = train_step.lay_out(samples, tokens, "cpu")
     assert len(rows) == count
-    student, longest = budget.Student(8), max(row.input_ids.numel() for row in rows)
+    student, longest = Student(8), max(row.input_ids.numel() for row in rows)
     plan = argparse.Namespace(batch=8 * world, tokens_per_microbatch=tokens, reduce="step")
     for device, itemsize in (("cuda", 2), ("cpu", 4)):
-        work = budget.Workload.of(config, samples, 64, False, itemsize, whole)
-        need = budget.memory(work, student, world, longest, count > 1)["total"] / 2**30
+        work = Workload.of(config, samples, 64, False, itemsize, whole)
+        need = StepMemory(work, student, world, longest, count > 1, world > 1).fullest()["total"] / 2**30
         expected = {"memory_gib": round(need, 2)}
         if device == "cuda":
-            cost = budget.step_cost(work, student, plan, parse_hardware(f"{world}xH200-141GB"))
+            cost = step_cost(work, student, plan, parse_hardware(f"{world}xH200-141GB"))
             expected["step_seconds"] = round(cost.seconds, 4)
         args.device = device
         assert train_step.planned(config, samples, rows, args, world) == expected
@@ -78,10 +78,10 @@ def test_as_many_layers_as_a_gpu_holds(whole):
 
     def need(layers: int) -> float:
         config = train_step.model_config(step_arguments(shape="1.3b", layers=layers))
-        work = budget.Workload.of(config, samples, 64, False, 2, whole)
+        work = Workload.of(config, samples, 64, False, 2, whole)
         row = max(256, *map(len, samples))
-        masked = budget.memory(work, budget.Student(4), 1, row)["total"]
-        return (masked + train_step.others_bytes(config, whole)) / budget.USABLE
+        masked = StepMemory(work, Student(4), 1, row, reduced=False).fullest()["total"]
+        return (masked + train_step.others_bytes(config, whole)) / USABLE
 
     for memory, held in ((need(1) + 1e3, 1), (need(3) + 1e3, 3), (need(4) - 1e3, 3), (2**40, 4)):
         assert train_step.fit_layers(shape, samples, args, memory).num_hidden_layers == held

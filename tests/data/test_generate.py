@@ -351,8 +351,6 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
     expect_error("generated: expected --text-tokens N", "05_prune_train.py", "--run", home, *flags)
     other = copy_run(home, tmp_path / "other")
     flags += ["--text-tokens", 8900]  # 70 rows in two pieces
-    run("05_prune_train.py", "--run", home, *flags, "--plan", "1xA100-80GB")
-    assert calibration | heldout == set((home / "tokens").iterdir())  # the plan's zeros are gone
     summaries = []
     for directory, processes in ((home, 0), (other, 2)):
         run("05_prune_train.py", "--run-dir", directory, *flags, processes=processes)

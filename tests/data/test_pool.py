@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from common.artifacts import read_record
 from common.data.chat import has_tokens, load_chats, load_tokenized
 from common.data.data_sets import COMMITS
 from common.data.pool import Pool, Sources, load_pool, samples_digest
@@ -180,7 +181,7 @@ def test_ranks_agree_on_the_commit_of_heldout_text_and_keep_it(data_set, inputs,
     agreed, on_all_ranks = [], "common.training.checkpoints.of_first_rank"
     monkeypatch.setattr(on_all_ranks, lambda value: agreed.append(value) or value)
     sources = Sources(text=[inputs["text"]], text_length=8, heldout_text=HUB_TEXT, heldout_sequences=1)
-    args = argparse.Namespace(run=str(tmp_path), plan=None, bos=None, heldout_every=1)
+    args = argparse.Namespace(run=str(tmp_path), bos=None, heldout_every=1)
     read(sources, inputs["model"], args, group_of_one, {})
     assert agreed == [{HUB_TEXT: "a" * 40}]
     started = SimpleNamespace(args=SimpleNamespace(text=[], chat=[], heldout_text=HUB_TEXT))

@@ -20,13 +20,11 @@ from common.models.load import load_model, load_tokenizer
 from common.run.artifact import write_record
 from common.run.errors import run_stage
 from common.training import checkpoints, sharding
-from common.training import plan as budget
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
 from reference import stage5
 from runs import (
     STAGE,
-    TRAINING,
     assert_same_bits,
     copy_run,
     expect_error,
@@ -148,29 +146,6 @@ def test_a_training_goes_on_with_its_own_teacher_alone(finished_run, inputs, tmp
     write_record(str(other), record)
     expect_error("was started with other settings (teacher ", STAGE,
                  *train_arguments(home, inputs, "--teacher", other))
-
-
-def test_the_plan_has_a_teacher_only_where_one_will_be_trained(aligned_run, finished_run, inputs, tmp_path):
-    """One that is given need not have been trained by these flags."""
-    untrained, plan = copy_run(aligned_run, tmp_path / "run"), ["--plan", "1xH200-141GB"]
-    trained = run(STAGE, *train_arguments(untrained, inputs, *plan)).stdout
-    assert "\nteacher: " in trained and "including the teacher" in trained
-    shared = ["--teacher", finished_run / "teacher", "--teacher-steps", 5]
-    shared += ["--tasks", "none", "--text", inputs["text"]]
-    for home, words in ((finished_run, ["--tasks", inputs["tasks"]]), (untrained, shared)):
-        printed = run(STAGE, "--run", home, *TRAINING, *words, *plan).stdout
-        assert "teacher: " not in printed and "including the teacher" not in printed
-
-
-@pytest.mark.parametrize("needed, flags, expected", [
-    (True, [], True), (False, [], False), (True, ["--no-recompute"], False),
-])
-def test_layers_are_recomputed_where_needed_or_asked_for(
-    aligned_run, inputs, monkeypatch, needed, flags, expected
-):
-    monkeypatch.setattr(budget, "too_large", lambda *_: needed)
-    words = train_arguments(aligned_run, inputs, "--plan", "1xH200-141GB", *flags)
-    assert ("tokens per rank, recomputed" in run(STAGE, *words).stdout) == expected
 
 
 @pytest.mark.parametrize("step, number", [

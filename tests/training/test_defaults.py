@@ -2,7 +2,6 @@
 
 import argparse
 from dataclasses import asdict, fields, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,16 +9,14 @@ import torch
 from common.data.demo import DEMO
 from common.data.pool import Pool
 from common.data.rows import Sample
-from common.models import blending
-from common.run import kinds
-from common.run.errors import UserError
-from common.run.files import write_json
-from common.training import hardware, mask_state, settings
-from common.training import plan as budget
+from common.errors import UserError
+from common.files import write_json
+from common.method import masks, merge
+from common.training import mask_state, memory, settings
 from common.training.conversion import Conversion, TrainingRun
 from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for
 from common.training.heldout import QUESTIONS
-from common.training.plan import longest_share
+from common.training.memory import Cluster, Device, Phase, Workload
 from common.training.sharding import Execution, Ranks
 from reference import SCHEDULE, stage5
 from runs import flags
@@ -133,22 +130,22 @@ def fitted(monkeypatch, tmp_path, needs, *words, force=False, lengths=(500, 500)
     """(tokens of a row, recompute, whole) of a student on eight GPUs, each of which holds what `needs`
     (tokens of a row, recompute, whole) says is at most 1.
     """
-    monkeypatch.setattr(hardware, "cluster_of", lambda ranks: hardware.parse_hardware("8xA100-80GB"))
-    def too_large(phases, cluster, share) -> bool:
-        assert cluster == hardware.parse_hardware("8xA100-80GB")
-        return any(needs(*phase) > share for phase in phases)
+    eight = Cluster(8, Device(80))
+    monkeypatch.setattr(memory, "cluster_of", lambda ranks: eight)
+    def too_large(phases, cluster, share=1) -> bool:
+        assert cluster == eight
+        return any(needs(schedule.tokens_per_microbatch, work.recompute, work.whole) > share
+                   for _, work, _, schedule in phases)
 
-    monkeypatch.setattr(budget, "too_large", too_large)
+    monkeypatch.setattr(memory, "too_large", too_large)
     monkeypatch.setattr(settings.checkpoints, "of_first_rank", lambda value: value)
-    monkeypatch.setattr(settings, "phases_of", lambda run, chosen: [
-        (chosen.schedule.tokens_per_microbatch, run.execution.recompute, run.execution.whole)])
-    work = budget.Workload(None, [*lengths], [], 512, False)
-    phase = "", work, None, SimpleNamespace(batch=batch)
-    monkeypatch.setattr(budget, "longest_share", lambda phases, cluster: longest_share([phase], cluster))
+    monkeypatch.setattr(settings, "phases_of", lambda _, pool, execution, masks, train, schedules: [
+        Phase("", Workload(None, [*lengths], [], 512, execution.recompute), None, schedules["student"])])
     args, empty = flags(*words), dict.fromkeys(field.name for field in fields(settings.Settings))
-    schedule = replace(SCHEDULE, tokens_per_microbatch=args.tokens_per_microbatch or 4096)
+    schedule = replace(SCHEDULE, batch=batch,
+                       tokens_per_microbatch=args.tokens_per_microbatch or 4096)
     chosen = settings.Settings(**empty | {"force": force, "schedule": schedule})
-    run = TrainingRun(str(tmp_path / "train"), str(tmp_path / "teacher"), None, None, None,
+    run = TrainingRun(str(tmp_path / "train"), str(tmp_path / "teacher"), None, Pool([]), None,
                       Ranks(0, 8, torch.device("cpu")), Execution(recompute=bool(args.recompute)), None)
     said = []
     monkeypatch.setattr(Ranks, "say", lambda ranks, text: said.append(text))
@@ -241,7 +238,7 @@ def test_warm_up_takes_a_tenth_of_a_short_training_at_most():
     (4, "--steps 1", "--steps: expected at least 2"),
     (4, "--text-length 2049", "--text-length: expected 2 to 2048 tokens"),
     *((4, words, f"{words.split()[0]}: expected .*, found {words.split()[-1]}") for words in (
-        "--epochs nan", "--masks on", "--plan 1xH200-141GB --dtype float32")),
+        "--epochs nan", "--masks on")),
 ])
 def test_flags_that_cannot_be_are_refused(group_size, words, message):
     with pytest.raises(UserError, match=message):

@@ -20,12 +20,11 @@ from common.data.rows import Sample
 from common.data.sources import DataContext
 from common.data.tasks import TASKS, load_task, tokenize
 from common.data.text import EVALUATION, load_tokens
-from common.evaluation.evaluate import perplexity
-from common.models import blending
-from common.models.head import product
-from common.models.load import load_config, load_model, load_tokenizer
+from common.evaluate import perplexity
+from common.method import losses, masks
+from common.metrics import METRICS, TASK_SET, TEXT_SET, read_metrics
+from common.models import load_model, load_tokenizer
 from common.training import checkpoints
-from common.training import plan as budget
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.engine import Step, steps
 from common.training.heldout import Heldout, heldout_texts, load_heldout
@@ -290,16 +289,3 @@ def test_what_masks_start_from_is_measured_with_all_of_them_closed(finished_run,
     merged, teacher = (load_model(str(finished_run / name)) for name in ("merged", "teacher"))
     expected = metrics_by_sample(merged, teacher, sets)
     assert line["start_heldout_task_kl"] == pytest.approx(expected["heldout_task_kl"], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_the_plan_counts_held_out_measurement(aligned_run, inputs):
-    """Forward passes of both models over all tokens: merged/, and after steps 1, 4, 8 and 10."""
-    words = ["--run", aligned_run, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--plan", "1xA100-80GB"]
-    printed = run(STAGE, *words, "--heldout-every", "4", "--heldout-questions", "2").stdout
-    samples = kept_out(inputs, ALONE, only=TASKS, heldout_questions=2).sets[TASK_SET]
-    tokens = sum(map(len, samples))
-    attended = sum(len(sample) * (len(sample) + 1) // 2 for sample in samples)
-    flops = 2 * budget.forward_flops(budget.products(load_config(inputs["model"])), tokens, attended, tokens)
-    assert f"held-out measurement: 5 of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | " in printed
-    assert "held-out" not in run(STAGE, *words, "--heldout-questions", "0").stdout

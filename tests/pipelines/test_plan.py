@@ -1,0 +1,281 @@
+"""The plan's command: as the manual's tables, alike for a config and for a run, and what it refuses."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from transformers import LlamaConfig
+
+from bench.families import small_config
+from common.data.pool import Sources
+from common.data.tasks import TASKS, load_task, tokenize
+from common.errors import UserError
+from common.models import load_config, load_tokenizer
+from common.proof import require_convertible
+from common.training import checkpoints
+from common.training.flops import forward_flops, products
+from common.training.mask_state import switch_step
+from common.training.memory import Cluster, Phase, Student, Workload, size
+from pipelines import cost, plan
+from reference import SCHEDULE
+from runs import STAGE, TRAINING, copy_run, expect_error, run, with_teacher
+from torchrun import ROOT
+
+PLAN = "pipelines/plan.py"
+ON = ["--on", "8xA100-80GB"]
+# hidden size, width of MLPs, layers, heads and kv heads
+LLAMA2 = {"7B": (4096, 11008, 32, 32, 32), "13B": (5120, 13824, 40, 40, 40), "70B": (8192, 28672, 80, 64, 8)}
+# of what is measured are names and shapes in safetensors files, for a model of 60,000 parameters, and AdamW's
+# counts of steps
+HEADERS = 0.05
+
+
+def llama(name: str) -> LlamaConfig:
+    hidden, inner, layers, heads, kv_heads = LLAMA2[name]
+    return LlamaConfig(vocab_size=32000, hidden_size=hidden, intermediate_size=inner, dtype="float16",
+                       num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+                       max_position_embeddings=4096)
+
+
+def costs(*words) -> list[str]:
+    """What a plan prints of disk, training and measurement."""
+    printed = run(PLAN, *ON, *words).stdout
+    return printed[printed.index("GB on disk") :].splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["file", "generated"])
+def test_a_config_alone_gives_the_plan_of_a_run_with_texts(aligned_run, inputs, text, tmp_path):
+    source = inputs["text"] if text == "file" else text
+    words = ["--tasks", "none", "--text", source, "--text-tokens", 20000, "--text-length", 64,
+             "--heldout-sequences", 8, "--masks", "off"]  # as after this run's mean they would not be
+    home = copy_run(aligned_run, tmp_path / "run")
+    of_run = costs("--run", home, *words)
+    assert len(of_run) == 7 and costs("--model", inputs["model"], "--kv-heads", 2, *words) == of_run
+    assert of_run[-1].endswith("besides generating text") == (text == "generated")
+    alone = tmp_path / "home" / "settings.json"
+    alone.parent.mkdir()
+    alone.write_bytes(open(f"{inputs['model']}/config.json", "rb").read())
+    assert costs("--model", alone, "--kv-heads", 2, *words) == of_run and [*alone.parent.iterdir()] == [alone]
+    if text == "file":  # without --text-tokens all of it is read
+        everything = costs("--run", home, *words[:4], *words[6:])
+        assert everything[1] != of_run[1] and (home / "tokens").exists()
+
+
+@pytest.mark.slow
+def test_a_config_alone_gives_the_plan_of_a_run_with_tasks(aligned_run, inputs, monkeypatch, capsys):
+    """Where the published sets are as large as this run's, with samples of the same lengths."""
+    tokenizer = load_tokenizer(inputs["model"])
+    samples = {split: [tokenize(example, tokenizer) for task in TASKS
+                       for example in load_task(task, split, inputs["tasks"])[0]]
+               for split in ("train", "validation")}
+    of_run = costs("--run", aligned_run, "--tasks", inputs["tasks"])
+    assert sum("teacher" in line for line in of_run) > 2
+    monkeypatch.setattr(plan, "PUBLISHED_SIZES", dict.fromkeys(TASKS, (12, 5)))
+    monkeypatch.setattr(plan, "questions", {len(each): each for each in samples.values()}.get)
+    monkeypatch.setattr("sys.argv", [PLAN, *ON, "--model", inputs["model"], "--kv-heads", "2"])
+    plan.main()
+    assert capsys.readouterr().out.partition("GB on disk")[2].splitlines() == [of_run[0][10:], *of_run[1:]]
+
+
+@pytest.mark.slow
+def test_a_teacher_that_is_there_is_not_planned(finished_run, inputs):
+    printed = run(PLAN, "--run", finished_run, *ON, "--tasks", inputs["tasks"], *TRAINING).stdout
+    assert "teacher: " not in printed and "including the teacher" not in printed
+
+
+@pytest.mark.slow
+def test_expected_samples_are_as_long_as_published():
+    """18.6 million tokens in 147,580 samples, 126 each; few of them are spread alike."""
+    pool = plan.expected_pool(Sources("hub"), 0)
+    assert len(pool) == 147_580 and sum(map(len, pool)) == pytest.approx(18.6e6, rel=0.003)
+    few = plan.questions(128)
+    assert sum(map(len, few)) / 128 == pytest.approx(126, abs=1) and len({*map(len, few)}) > 60
+    assert len(plan.expected_pool(Sources("hub", ["piqa"]), 0)) == 16113
+
+
+def test_expected_texts_and_chats():
+    """Of 9900 tokens from each of two sources; a token more begins each text, and chats are rows of 100."""
+    sources = Sources(text=("c4", "generated"), chat=["generated"], text_length=100, text_tokens=9900,
+                      heldout_text="split", heldout_sequences=32, heldout_chats=32)
+    pool = plan.expected_pool(sources, 1)
+    assert [len(pool.texts), len(pool.answered)] == [200, 99]
+    assert {len(sample) for sample in pool} == {100} and pool.answered[0].answer_tokens == 50
+    heldout = plan.expected_heldout(sources, 50, 1)
+    assert {name: len(samples) for name, samples in heldout.sets.items()} == {
+        "heldout": (32 + 10) / 2, "heldout_chat": (9 + 1) / 2}
+
+
+@pytest.mark.parametrize("words, message", [
+    ("--on 1xCPU", "--model, --run: expected one of them, found neither"),
+    ("--model MODEL", "the following arguments are required: --on"),
+    ("--on 1xCPU --run DIR --kv-heads 2", "--kv-heads: expected none with --run"),
+    ("PLAN --kv-heads 3", "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
+    ("PLAN --tasks DIR", "--tasks: expected hub or none with --model, which reads only a config, found DIR"),
+    ("PLAN --dtype float32", "--dtype: expected bfloat16 on GPUs"),
+    ("PLAN --text a.txt", "--text, --chat: expected --text-tokens N with --model"),
+    ("PLAN --tasks none", "--tasks none: expected --text with --text-tokens N"),
+    ("PLAN --tasks none --text c4 --text-tokens 9999 --teacher no", "--teacher no: expected one that exists"),
+    ("PLAN --lrr 1", "unknown flag --lrr"),
+    ("--on 1xCPU --model no/model", "no/model: neither a directory nor a hub repository"),
+    ("--on 1xCPU --model docs", "docs/config.json: expected a model config"),
+])
+def test_what_cannot_be_planned(inputs, words, message):
+    words = words.replace("PLAN", "--on 8xA100-80GB --model MODEL").replace("MODEL", inputs["model"])
+    expect_error(message, PLAN, *words.split())
+
+
+@pytest.mark.slow
+def test_a_plan_refuses_what_stage_1_refuses_and_says_the_same(tmp_path):
+    small_config(model_type="diffllama").save_pretrained(tmp_path)
+    with pytest.raises(UserError) as refused:
+        require_convertible(str(tmp_path), load_config(str(tmp_path)))
+    expect_error(str(refused.value), PLAN, *ON, "--model", tmp_path, "--kv-heads", 2)
+
+
+def table() -> list[list[str]]:
+    """The rows of the manual's table of plans."""
+    text = (ROOT / "docs" / "training.md").read_text()
+    return [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in re.findall(r"^\| +\d+B .*$", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param("7B", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.release) for name in ("13B", "70B"))])
+def test_the_table_of_plans_is_what_configs_give(name, tmp_path):
+    llama(name).save_pretrained(tmp_path)
+    rows = [row for row in table() if row[0] == name]
+    assert len(rows) == 5
+    for _, machine, train, needed, usable, seconds, moved, between, hours in rows:
+        nodes = int(machine[0]) if machine.count("x") == 2 else 1
+        printed = run(PLAN, "--on", machine, "--model", tmp_path, "--tasks", "none", "--text", "c4",
+                      "--text-tokens", 10**8, "--batch", 64 * nodes, "--train", train).stdout
+        total = re.search(r"total ([\d.]+) of (\d+) usable", printed)
+        assert float(total[1]) == pytest.approx(float(needed.split(",")[0]), abs=0.51) and total[2] == usable
+        assert (", recomputed" in printed, "gathered once a row" in printed.partition("pruning")[2]) == (
+            "recomputed" in needed, "whole" in needed)
+        assert f"| {moved} GiB moved per rank" in printed and f" {seconds} s, " in printed
+        assert (f", {between} GiB between nodes" in printed) == (between != "0")
+        number, unit = re.search(r"MFU \| ([\d.]+) (h|min) in total", printed).groups()
+        assert float(number) / {"h": 1, "min": 60}[unit] == pytest.approx(float(hours), rel=0.03)
+
+
+@pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "2x2x8xA100-80GB", "CPU",
+                                  "8x400:64:200", "8x400:64:200:25:1", "400:64:200:25"])
+def test_hardware_that_is_not_known(text):
+    with pytest.raises(UserError, match="expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of A100-40GB"):
+        cost.parse_hardware(text)
+
+
+def test_a_device_by_its_own_numbers():
+    """Dense bf16 TFLOP/s, GiB, and GB/s within a node and between nodes."""
+    device = cost.Hardware(64, 400e12, 200e9, 25.5e9)
+    assert cost.parse_hardware("2x8x400:64:200:25.5") == Cluster(8, device, 2)
+    for numbers in ("0:64:200:25", "400:nan:200:25", "400:64:A100:25", "400:64:200:1e7"):
+        with pytest.raises(UserError, match="expected numbers from 0.001 to 10\\^6, found "):
+            cost.parse_hardware(f"8x{numbers}")
+
+
+def workload(lengths: list[int], whole: bool = False) -> Workload:
+    """Samples of these lengths for LLaMA2-7B, of 5 answer tokens each, in recomputed layers."""
+    return Workload(llama("7B"), lengths, [5] * len(lengths), 512, True, whole=whole)
+
+
+def batches(count: int, **changes):
+    """Ten steps of so many samples, in rows of 4096 tokens."""
+    return replace(SCHEDULE, steps=10, batch=count, **{"tokens_per_microbatch": 4096} | changes)
+
+
+def test_time_and_traffic_of_a_step():
+    """Batches of 64 samples of 100 and 300 tokens on four ranks."""
+    work, cluster, model = workload([100, 300]), cost.parse_hardware("4xA100-80GB"), products(llama("7B"))
+    tokens, pairs = 64 * 200, 64 * (100 * 101 / 2 + 300 * 301 / 2) / 2
+    source, pruned = (size(llama("7B"), student).whole for student in (None, Student(8)))
+    sft, distillation = (cost.step_cost(work, each, batches(64), cluster) for each in (None, Student(8)))
+    assert sft.flops == 3 * forward_flops(model, tokens, pairs, 64 * 5)
+    assert distillation.flops == 4 * forward_flops(model, tokens, pairs, tokens)
+    assert sft.traffic == 8 * source and distillation.traffic == 8 * pruned + 2 * source
+    assert distillation.mfu == pytest.approx(0.34 * 4 / 5)  # the forward pass once more
+    assert distillation.seconds == pytest.approx(distillation.flops / (4 * 312e12 * distillation.mfu))
+    whole = cost.step_cost(workload([100, 300], whole=True), Student(8), batches(64), cluster)
+    assert whole.traffic == 6 * pruned  # gathered in bf16, reduced in float32; the teacher stays
+    alone = cost.step_cost(work, Student(8), batches(64), cost.parse_hardware("1xA100-80GB"))
+    assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
+    assert cost.seconds(1.0, 3e12, 0, cluster) == 10 / 0.75  # the links of an A100: 300 GB/s, less
+    eight = cost.parse_hardware("8xH100-80GB")
+    small = cost.step_cost(replace(work, lengths=[9]), Student(8), batches(4), eight)
+    assert small.by_host and small.seconds == pytest.approx(32 * 5 * 0.0025)
+
+
+def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step():
+    """A ring over n nodes sends 2 (n - 1) / n of what is reduced: float32 gradients, an eighth a rank."""
+    cluster, one = (cost.parse_hardware(f"{nodes}8xA100-80GB") for nodes in ("8x", ""))
+    step = cost.step_cost(workload([500]), None, batches(64 * 8, reduce="row"), cluster)
+    alone = cost.step_cost(workload([500]), None, batches(64), one)
+    assert step.network == pytest.approx(2 * 7 / 8 * 4 * 6_738_415_616 / 8) and alone.network == 0
+    assert (step.rows, step.traffic) == (alone.rows, alone.traffic)
+    assert step.seconds == pytest.approx(alone.seconds)
+    assert cost.seconds(1.0, 0, 25e10, cluster) == 10 / 0.75  # 200 Gb/s a device, less
+
+
+def test_all_phases_must_fit(capsys):
+    phases = [Phase("teacher", workload([100]), None, batches(64)),
+              Phase("pruning", workload([300]), Student(8), batches(64))]
+    hours, cluster = plan.print_phases(phases, "8xA100-80GB"), cost.parse_hardware("8xA100-80GB")
+    each = [10 * cost.step_cost(*phase, cluster).seconds / 3600 for _, *phase in phases]
+    assert hours == pytest.approx(sum(each)) and capsys.readouterr().out.count("fits") == 2
+    with pytest.raises(UserError, match="expected all phases to fit on 1xA100-80GB"):
+        plan.print_phases(phases, "1xA100-80GB")
+    assert "does NOT fit" in capsys.readouterr().out
+
+
+def tensor_files(home) -> int:
+    """Bytes of all tensor files in a directory, unfinished ones included."""
+    return sum(path.stat().st_size for path in home.rglob("*.safetensors"))
+
+
+def phases_of(model: str, *students) -> list[Phase]:
+    work = Workload(load_config(model), [1], [1], 1, False)
+    return [Phase("", work, student, None) for student in students]
+
+
+@pytest.mark.slow
+def test_disk_is_that_of_a_run(finished_run, inputs):
+    expected = cost.disk_bytes(phases_of(inputs["model"], None, Student(2)), True, False)
+    for name in ("aligned", "merged", "teacher", "gqa"):
+        assert tensor_files(finished_run / name) == pytest.approx(expected[name], rel=HEADERS), name
+    layer = finished_run / "calibration" / "layer-00000.safetensors"  # of 512 tokens, all that there are
+    counted = cost.calibration_bytes(load_config(inputs["model"]), 512)
+    assert layer.stat().st_size == pytest.approx(counted, rel=0.01)  # a dozen tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("students, flags", [
+    ((None, Student(2)), []),
+    ((Student(2, (), "attention"),), ["--masks", "off", "--train", "attention"]),
+])  # fmt: skip
+def test_checkpoints_at_their_fullest(
+    aligned_run, finished_run, inputs, tmp_path, monkeypatch, students, flags
+):
+    """Measured whenever one is complete under its temporary name: of the teacher's and of the student's
+    training. The best is the first of the GQA student.
+    """
+    home, measured = tmp_path / "run", []
+    copy_run(aligned_run, home) if None in students else with_teacher(aligned_run, finished_run, home)
+
+    def take_name(*names, original=checkpoints.take_name):
+        measured.append(sum(tensor_files(home / name) for name in ("teacher.train", "train")))
+        original(*names)
+
+    def first_after_the_switch(directory):
+        saved = checkpoints.saved_checkpoints(directory)
+        gqa = [path for path in saved if flags or checkpoints.step_of(path) > switch_step(12)]
+        return gqa[0] if gqa else None
+
+    monkeypatch.setattr(checkpoints, "take_name", take_name)
+    monkeypatch.setattr(checkpoints, "best", first_after_the_switch)
+    steps = ["--steps", "12", "--teacher-steps", "4", "--save-steps", "1"]
+    run(STAGE, "--run", home, "--tasks", inputs["tasks"], *TRAINING, *steps, *flags)
+    expected = cost.disk_bytes(phases_of(inputs["model"], *students), True, True)
+    assert max(measured) == pytest.approx(expected["checkpoints"], rel=HEADERS)
