@@ -207,7 +207,7 @@ def ratios(taken: dict[str, list[float]], single_share: float) -> dict[str, floa
 
 
 def student_of(config) -> Student:
-    """The masked student, for the plan."""
+    """The masked student."""
     return Student(config.num_key_value_heads // 4)
 
 
@@ -220,8 +220,7 @@ def others_bytes(config, whole: bool) -> int:
 def planned(config, samples: list, rows: list, args, world: int) -> dict[str, float]:
     """What the plan expects of a masked step: GiB per rank and, on a GPU of known speed, seconds."""
     cuda = args.device == "cuda"
-    work = Workload.of(
-        config, samples, args.loss_chunk, args.recompute, 2 if cuda else 4, not args.by_layer)
+    work = Workload.of(config, samples, args.loss_chunk, args.recompute, 2 if cuda else 4, not args.by_layer)
     longest = max(sum(row.lengths) for row in rows)
     step = StepMemory(work, student_of(config), world, longest, len(rows) > 1, reduced=world > 1)
     expected = {"memory_gib": round(step.fullest()["total"] / 2**30, 2)}

@@ -44,17 +44,7 @@ from common.training.heldout import QUESTIONS, Heldout, heldout_questions, heldo
 from common.training.memory import Cluster, Phase, peak_memory, size
 from common.training.settings import defaults_of, make_schedules, phases_of, with_defaults
 from common.training.sharding import Execution, joined_ranks
-from pipelines.cost import (
-    CPU,
-    EFFICIENCY,
-    HARDWARE,
-    OWN,
-    calibration_bytes,
-    disk_bytes,
-    parse_hardware,
-    seconds,
-    step_cost,
-)
+from pipelines import cost
 
 stage5 = importlib.import_module("05_prune_train")
 
@@ -71,8 +61,8 @@ def parse() -> argparse.Namespace:
     parser = StageParser(__doc__)
     parser.section("the plan")
     parser.add_argument("--on", required=True, metavar="[NODESx]COUNTxDEVICE",
-                        help=f"a device of {', '.join(HARDWARE)}; {OWN}, numbers of dense bf16 and, in GB/s "
-                        f"and one direction, of links; or, as 1x{CPU}, this machine's")
+                        help=f"a device of {', '.join(cost.HARDWARE)}; {cost.OWN}, numbers of dense bf16 "
+                        f"and, in GB/s and one direction, of links; or, as 1x{cost.CPU}, this machine's")
     parser.add_argument("--model", metavar="NAME", help="a config.json, a directory that has one, or a hub "
                         "name, of which nothing else is downloaded")
     parser.add_argument("--kv-heads", type=positive, help="with --model: kv heads to keep (a quarter of the "
@@ -85,6 +75,7 @@ def parse() -> argparse.Namespace:
         for flag in flags:
             parser.add_flag(flag)
     args = parser.parse_args()
+    cost.parse_hardware(args.on)
     if bool(args.model) == bool(args.run):
         raise UserError(f"--model, --run: expected one of them, found {'both' if args.run else 'neither'}")
     if args.run and args.kv_heads:
@@ -99,7 +90,7 @@ def parse() -> argparse.Namespace:
 
 def on_gpus(args) -> bool:
     """Whether the plan is for GPUs, not for this machine's processor."""
-    return not args.on.endswith(f"x{CPU}")
+    return not args.on.endswith(f"x{cost.CPU}")
 
 
 def conversion_of_config(model: str, kv_heads: int | None, whole_head: bool) -> Conversion:
@@ -200,7 +191,7 @@ def duration(hours: float) -> str:
 def print_phase(phase: Phase, cluster: Cluster) -> tuple[float, bool]:
     """Print the cost of a training; return its hours and whether it fits."""
     title, work, student, schedule = phase
-    step = step_cost(work, student, schedule, cluster)
+    step = cost.step_cost(work, student, schedule, cluster)
     need, limit = peak_memory(work, student, schedule, cluster)
     fits, hours = need["total"] <= limit, schedule.steps * step.seconds / 3600
     mean = sum(work.lengths) / len(work.lengths)
@@ -236,7 +227,7 @@ def print_phases(phases: list[Phase], on: str) -> float:
         model, whole = products(config), size(config).whole
         met = model.projections + model.mlps + model.head
         print(f"{whole:,} parameters, of which a token meets {met:,}: it is sent to some of the experts")
-    costs = [print_phase(phase, parse_hardware(on)) for phase in phases]
+    costs = [print_phase(phase, cost.parse_hardware(on)) for phase in phases]
     if not all(fits for _, fits in costs):
         raise UserError(f"--on: expected all phases to fit on {on}, found that not all do; see above")
     return sum(hours for hours, _ in costs)
@@ -249,7 +240,7 @@ def print_heldout(config, samples: list[Sample], times: int, cluster: Cluster) -
     """
     tokens, attended = sum(map(len, samples)), sum(len(each) * (len(each) + 1) // 2 for each in samples)
     flops = 2 * forward_flops(products(config), tokens, attended, tokens)
-    hours = times * seconds(flops, 0, 0, cluster) / 3600
+    hours = times * cost.seconds(flops, 0, 0, cluster) / 3600
     print(f"held-out measurement: {times} of {tokens} tokens | {flops / 1e12:.3g} TFLOP each | "
           f"{duration(hours)} in total")
     return hours
@@ -266,14 +257,14 @@ def print_stages(config, cluster: Cluster, gpus: bool, refit: bool) -> None:
 
     refit: --refit attention, on all of the calibration, with three hidden states of each token.
     """
-    whole, layer, stored = size(config), calibration_bytes(config), weight_dtype("source", config)
+    whole, layer, stored = size(config), cost.calibration_bytes(config), weight_dtype("source", config)
     speed = cluster.device.flops_per_s * (FLOAT32 if gpus else cluster.ranks)
     print(f"source: {whole.whole:,} parameters, {gigabytes(stored.itemsize * whole.whole)} GB in {stored}")
 
     def print_stage(numbers: str, count: int, copies: int, sequences: int, length: int) -> None:
         tokens, pairs = sequences * length, sequences * length * (length + 1) // 2
         flops = count * forward_flops(products(config), tokens, pairs, 0)
-        hours = flops / (speed * EFFICIENCY * 3600)
+        hours = flops / (speed * cost.EFFICIENCY * 3600)
         print(f"stage {numbers}: GB in memory: weights {gigabytes(4 * whole.whole)} ("
               f"{gigabytes(4 * whole.layer)} with --layerwise), Grams of a layer {gigabytes(layer)}, hidden "
               f"states {gigabytes(copies * tokens * 4 * config.hidden_size)} | forward passes: {count} over "
@@ -305,7 +296,7 @@ def planned_phases(args, given, conversion: Conversion, defaults: dict, pool: Po
     execution = Execution(compute=torch.bfloat16 if gpus else getattr(torch, args.dtype or "float32"),
                           recompute=bool(args.recompute))
     phases = phases_of(conversion, pool, execution, given.masks, given.train, schedules)
-    return memory.fit(phases, parse_hardware(args.on), gpus and args.recompute is None,
+    return memory.fit(phases, cost.parse_hardware(args.on), gpus and args.recompute is None,
                       gpus and args.tokens_per_microbatch is None)
 
 
@@ -313,7 +304,7 @@ def plan(args, ranks) -> None:
     """Print the plan. ranks: sharding.Ranks of this process alone. Raises UserError for flags, a
     model or text that cannot be, and where a phase does not fit.
     """
-    cluster = parse_hardware(args.on)
+    cluster = cost.parse_hardware(args.on)
     conversion = (read_conversion(args.run, ranks) if args.run else
                   conversion_of_config(args.model, args.kv_heads, args.tasks == NONE))
     flags = [flag for section in stage5.FLAGS.values() for flag in section]
@@ -329,7 +320,7 @@ def plan(args, ranks) -> None:
     if args.model:
         print_stages(config, cluster, on_gpus(args), refit=sources.tasks == NONE)
     best = bool({TEXT_SET, CHAT_SET} & heldout.sets.keys())
-    disk = disk_bytes(phases, given.teacher is None, best)
+    disk = cost.disk_bytes(phases, given.teacher is None, best)
     print("GB on disk: " + " | ".join(f"{name} {gigabytes(number)}" for name, number in disk.items()))
     hours = print_phases(phases, args.on)
     if heldout.sets:
@@ -343,7 +334,6 @@ def plan(args, ranks) -> None:
 
 def main():
     args = parse()
-    parse_hardware(args.on)  # before a process group is made
     with joined_ranks() as ranks:
         plan(args, ranks)
 

@@ -12,22 +12,18 @@ from common.data.tasks import TASKS, load_task, tokenize
 from common.errors import UserError
 from common.models import load_config, load_tokenizer
 from common.proof import require_convertible
-from common.training import checkpoints
 from common.training.flops import forward_flops, products
-from common.training.mask_state import switch_step
 from common.training.memory import Cluster, Phase, Student, Workload, size
 from pipelines import cost, plan
 from reference import SCHEDULE
-from runs import STAGE, TRAINING, copy_run, expect_error, run, with_teacher
+from runs import TRAINING, copy_run, expect_error, run
 from torchrun import ROOT
 
 PLAN = "pipelines/plan.py"
 ON = ["--on", "8xA100-80GB"]
 # hidden size, width of MLPs, layers, heads and kv heads
 LLAMA2 = {"7B": (4096, 11008, 32, 32, 32), "13B": (5120, 13824, 40, 40, 40), "70B": (8192, 28672, 80, 64, 8)}
-# of what is measured are names and shapes in safetensors files, for a model of 60,000 parameters, and AdamW's
-# counts of steps
-HEADERS = 0.05
+HEADERS = 0.05  # of what is measured: names and shapes in safetensors files of a model of 60,000 parameters
 
 
 def llama(name: str) -> LlamaConfig:
@@ -235,47 +231,12 @@ def tensor_files(home) -> int:
     return sum(path.stat().st_size for path in home.rglob("*.safetensors"))
 
 
-def phases_of(model: str, *students) -> list[Phase]:
-    work = Workload(load_config(model), [1], [1], 1, False)
-    return [Phase("", work, student, None) for student in students]
-
-
 @pytest.mark.slow
 def test_disk_is_that_of_a_run(finished_run, inputs):
-    expected = cost.disk_bytes(phases_of(inputs["model"], None, Student(2)), True, False)
+    work = Workload(load_config(inputs["model"]), [1], [1], 1, False)
+    expected = cost.disk_bytes([Phase("", work, each, None) for each in (None, Student(2))], True, False)
     for name in ("aligned", "merged", "teacher", "gqa"):
         assert tensor_files(finished_run / name) == pytest.approx(expected[name], rel=HEADERS), name
     layer = finished_run / "calibration" / "layer-00000.safetensors"  # of 512 tokens, all that there are
-    counted = cost.calibration_bytes(load_config(inputs["model"]), 512)
+    counted = cost.calibration_bytes(work.config, 512)
     assert layer.stat().st_size == pytest.approx(counted, rel=0.01)  # a dozen tensors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("students, flags", [
-    ((None, Student(2)), []),
-    ((Student(2, (), "attention"),), ["--masks", "off", "--train", "attention"]),
-])  # fmt: skip
-def test_checkpoints_at_their_fullest(
-    aligned_run, finished_run, inputs, tmp_path, monkeypatch, students, flags
-):
-    """Measured whenever one is complete under its temporary name: of the teacher's and of the student's
-    training. The best is the first of the GQA student.
-    """
-    home, measured = tmp_path / "run", []
-    copy_run(aligned_run, home) if None in students else with_teacher(aligned_run, finished_run, home)
-
-    def take_name(*names, original=checkpoints.take_name):
-        measured.append(sum(tensor_files(home / name) for name in ("teacher.train", "train")))
-        original(*names)
-
-    def first_after_the_switch(directory):
-        saved = checkpoints.saved_checkpoints(directory)
-        gqa = [path for path in saved if flags or checkpoints.step_of(path) > switch_step(12)]
-        return gqa[0] if gqa else None
-
-    monkeypatch.setattr(checkpoints, "take_name", take_name)
-    monkeypatch.setattr(checkpoints, "best", first_after_the_switch)
-    steps = ["--steps", "12", "--teacher-steps", "4", "--save-steps", "1"]
-    run(STAGE, "--run", home, "--tasks", inputs["tasks"], *TRAINING, *steps, *flags)
-    expected = cost.disk_bytes(phases_of(inputs["model"], *students), True, True)
-    assert max(measured) == pytest.approx(expected["checkpoints"], rel=HEADERS)

@@ -1,7 +1,6 @@
-"""Estimates of memory against tensors: those that autograd saves, the weights, and all tensors alive during a
-step of 8 ranks.
+"""Estimates of memory against the weights, and against all tensors alive during a step of 8 ranks.
 
-For the last, tensors have no data: the real models are built and sharded over a process group whose
+For the latter, tensors have no data: the real models are built and sharded over a process group whose
 collectives do nothing. Seconds each.
 """
 
@@ -28,7 +27,7 @@ from common.training.attention import Trainee
 from common.training.engine import Schedule
 from common.training.memory import Cluster, Device, Phase, StepMemory, Student, Workload, size
 from common.training.packing import build_row, rows_of_step
-from common.training.sharding import Execution, Ranks, build, recompute_layers, reduce_gradients
+from common.training.sharding import Execution, Ranks, build, reduce_gradients
 from models import FAMILIES, tiny_model
 from reference import RATES, SCHEDULE, pretended_ranks, random_samples
 
@@ -52,42 +51,6 @@ def test_sizes_are_those_of_the_model():
     assert of_layers[0] < of_layers[1] == size(mixed.config).layer
     trained = sum(p.numel() for name, p in mixed.named_parameters() if ".self_attn." in name)
     assert size(mixed.config).trained(Student(2, (), "attention"))[0] == trained
-
-
-def saved_bytes(layers: int, dtype, blended: tuple[str, ...] = (), recompute: bool = False) -> int:
-    """Of all storages that autograd keeps for the backward pass of one packed row, parameters aside."""
-    model = tiny_model(hidden_size=64, intermediate_size=176, num_hidden_layers=layers, vocab_size=260,
-                       attn_implementation="packed").to(dtype)
-    if blended:
-        masks.patch(model, 2, blended)
-        masks.set_masks(model, torch.full((layers, 8), 0.5).requires_grad_())
-    if recompute:
-        recompute_layers(model)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # it keeps its address
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        Trainee(model)(build_row(random_samples(40), 40))
-    return sum(size for size, _ in kept.values())
-
-
-@pytest.mark.parametrize("dtype, blended, recompute", [
-    (torch.bfloat16, masks.KEY_VALUE, False), (torch.float32, masks.WHOLE_HEAD, False),
-    (torch.float32, (), True),
-])
-def test_activations_are_those_autograd_keeps(dtype, blended, recompute):
-    """A recomputed layer keeps its input alone."""
-    config = LlamaConfig(hidden_size=64, intermediate_size=176, num_attention_heads=8, head_dim=8)
-    tokens = sum(map(len, random_samples(40)))
-    four, two = (saved_bytes(layers, dtype, blended, recompute) for layers in (4, 2))
-    expected = memory.activation_bytes(config, tokens, dtype.itemsize, blended)[recompute]
-    assert expected == pytest.approx((four - two) / 2, rel=0.02 if recompute else 0.1)
 
 
 def batches(count: int, **changes) -> Schedule:
