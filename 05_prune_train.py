@@ -52,17 +52,15 @@ from dataclasses import replace
 
 import torch
 
-from common.data import demo
 from common.data.data_sets import DATA_SET
 from common.data.rows import TABLE_NAMES
 from common.data.tasks import TASKS
-from common.data.text import NONE, is_generated
 from common.method.masks import l0_loss
 from common.models.blending import blended_name, set_masks
 from common.models.head import head_of
-from common.models.load import config_file, fingerprint
+from common.models.load import fingerprint
 from common.reporting import plots
-from common.run import flags, progress
+from common.run import flags
 from common.run.artifact import (
     RECORD,
     Started,
@@ -72,24 +70,16 @@ from common.run.artifact import (
     verify_files,
     write_record,
 )
-from common.cli import Flag, run_stage, stage_parser
-from common.data.data_sets import DATA_SET
-from common.data.rows import TABLE_NAMES
-from common.data.tasks import TASKS
-from common.errors import UserError
-from common.head import head_of
-from common.method.losses import distillation_loss
-from common.method.masks import blended_name, l0_loss, set_masks
-from common.metrics import METRICS, OPEN_MASKS, outcome, read_metrics, summarize
-from common.models import fingerprint
-from common.records import SOURCE
-from common.reporting import plots
+from common.run.errors import UserError, run_stage
+from common.run.flags import Flag, stage_parser
+from common.run.kinds import SOURCE
 from common.training import checkpoints, students
+from common.training.chunked import distillation_loss
 from common.training.conversion import STAGE, TrainingRun, read_conversion
 from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
 from common.training.flops import distillation_flops
 from common.training.heldout import QUESTIONS
-from common.training.lines import CHAT_SET, METRICS, OPEN_MASKS, TEXT_SET, outcome, read_metrics, summarize
+from common.training.lines import METRICS, OPEN_MASKS, outcome, read_metrics, summarize
 from common.training.mask_state import MASKS, Masks, mask_metrics, switch_step
 from common.training.settings import TEXT_LENGTH, Loss, Settings, settle
 from common.training.sharding import free_memory, joined_ranks, sum_over_ranks
@@ -175,11 +165,9 @@ FLAGS = {
              "step are measured, too", 50),
     ],
     "execution": [
-        Flag("tokens-per-microbatch", cli.positive, "tokens per packed row (default: 2048 on a CPU; on GPUs "
-             "a rank's share of a batch, at least 4096, as far as memory suffices)"),
-        Flag("loss-chunk", cli.positive, "tokens per chunk of logits", 512),
-        Flag("attention", ATTENTIONS, "packed: torch's fused kernels on samples as they are packed; the "
-             "others are transformers'", "packed"),
+        Flag("tokens-per-microbatch", flags.positive, "tokens per packed row (default: 2048 on a CPU; on "
+             "GPUs a rank's share of a batch, at least 4096, as far as memory suffices)"),
+        Flag("loss-chunk", flags.positive, "tokens per chunk of logits", 512),
         Flag("dtype", ("float32", "bfloat16"), "of the computation; weights and optimizer state are float32 "
              "(default: bfloat16 on GPUs, float32 on CPUs)"),
         Flag("recompute", bool, "activation checkpointing of every layer (default: on GPUs whose memory "
@@ -360,7 +348,7 @@ def write_student(run: TrainingRun, schedule: Schedule, recorded: dict, inputs: 
           f"{run.started.clock()} s")
 
 
-def prune_train(args, started: Claim, ranks) -> int:
+def prune_train(args, started: Started, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     conversion = read_conversion(args.run, ranks, args.student)
     flags = [flag for section in FLAGS.values() for flag in section]

@@ -37,7 +37,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.machine import machine, median_ratio, timed
 from common.data.rows import Sample
 from common.method import masks
-from common.method.masks import set_masks
+from common.models import blending
+from common.models.blending import set_masks
+from common.run.errors import UserError, run_stage
+from common.run.flags import Parser
 from common.training import students
 from common.training.checkpoints import of_first_rank
 from common.training.engine import Job, Schedule, Step

@@ -115,9 +115,9 @@ fi
 SIMILARITY=(--similarity "${FROM:-$RUN}/similarity")
 CALIBRATION=(--calibration "${FROM:-$RUN}/calibration")
 if [ "${PLAN:-}" = choose ]; then
-  [ -n "${KV_HEADS:-}" ] || KV_HEADS=$("$PYTHON" -c "import sys; from common.models.load import families; from common.run import artifact; \
-model = artifact.read_record(sys.argv[1], '01_calibrate.py')['model']; \
-print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "${CALIBRATION[1]}")
+  [ -n "${KV_HEADS:-}" ] || KV_HEADS=$("$PYTHON" -c "import sys; from common.models.families import allowed_kv_heads; \
+from common.run.artifact import read_record; model = read_record(sys.argv[1], '01_calibrate.py')['model']; \
+print(*allowed_kv_heads(model['kv_heads'])[::-1])" "${CALIBRATION[1]}")
   KV_HEADS=$(printf '%s\n' $KV_HEADS | sort -rnu)
   for N in $KV_HEADS; do  # all of them before stage 4, which takes longer
     stage 03_group.py --run "$RUN/kv$N" "${SIMILARITY[@]}" --by energy --kv-heads "$N"
@@ -125,8 +125,9 @@ print(*families.allowed_kv_heads(model['kv_heads'])[::-1])" "${CALIBRATION[1]}")
   for N in $KV_HEADS; do
     stage 04_align.py --run "$RUN/kv$N" "${CALIBRATION[@]}" --merge closed-form --refit output
   done
-  SOURCE=$("$PYTHON" -c "import sys; from common.models.load import source_model; from common.run import artifact; \
-record = artifact.read_record(sys.argv[1] + '/calibration', '01_calibrate.py'); \
+  SOURCE=$("$PYTHON" -c "import sys; from common.models.load import source_model; \
+from common.run.artifact import read_record; \
+record = read_record(sys.argv[1] + '/calibration', '01_calibrate.py'); \
 print(source_model(record, sys.argv[1])['path'])" "${FROM:-$RUN}")
   CHOICES=()
   for N in $KV_HEADS; do CHOICES+=("kv$N=$RUN/kv$N/merged"); done

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from common.calibration import SAMPLED
-from common.cli import number_type
-from common.errors import UserError
-from common.families import geometry, norm_kind
 from common.method.stats import LayerStats
-from common.models import empty_model, weight_dtype
+from common.models.calibration import SAMPLED
+from common.models.families import geometry, norm_kind
+from common.models.load import empty_model, weight_dtype
+from common.run.errors import UserError
+from common.run.flags import number_type
 from common.training.checkpoints import KEPT
 from common.training.engine import Schedule
 from common.training.flops import PEAK, forward_flops, products, training_flops

@@ -107,8 +107,9 @@ tests() {
 }
 
 source_of() {  # the checkpoint that a run directory's calibration has read
-  "$PYTHON" -c "import sys; from common.models.load import source_model; from common.run import artifact; run = sys.argv[1]; \
-print(source_model(artifact.read_record(f'{run}/calibration', '01_calibrate.py'), run)['path'])" "$1"
+  "$PYTHON" -c "import sys; from common.models.load import source_model; \
+from common.run.artifact import read_record; run = sys.argv[1]; \
+print(source_model(read_record(f'{run}/calibration', '01_calibrate.py'), run)['path'])" "$1"
 }
 
 record() {
@@ -125,7 +126,8 @@ record() {
 }
 
 refit() {
-  local sizes="64 256 1024 4096" length=2048 source size text run models=() calibrated=${TEXT:-generated}  # 0.13 to 8 M tokens
+  local sizes="64 256 1024 4096" length=2048 calibrated=${TEXT:-generated}  # 0.13 to 8 M tokens
+  local source size text run models=()
   [[ $DEVICE != cpu ]] || sizes="8 16" length=128
   for size in $sizes; do
     run=$WORK/refit-$size

@@ -15,7 +15,7 @@ The other flags are those of stage 5. Exits with 2 if a training does not fit.
 """
 
 import argparse
-import common.openmp  # noqa: F401 - before torch
+import common.run.openmp  # noqa: F401 - before torch
 import importlib
 import math
 import os
@@ -23,24 +23,24 @@ from dataclasses import asdict, fields, replace
 
 import torch
 
-from common.calibration import LENGTH, SEQUENCES
-from common.cli import StageParser, positive, run_stage
 from common.data import demo
 from common.data.pool import SPLIT, Pool, Sources, generated_rows, load_pool
 from common.data.rows import Sample
 from common.data.sources import CHECKED, DataContext
 from common.data.tasks import PUBLISHED_SIZES
 from common.data.text import NONE, is_generated
-from common.errors import UserError
-from common.families import check_kv_heads, geometry, merged_modules
-from common.metrics import CHAT_SET, TASK_SET, TEXT_SET
-from common.models import bos_prefix, config_file, empty_model, load_config, load_tokenizer, weight_dtype
-from common.proof import require_convertible
-from common.records import SOURCE
+from common.models.calibration import LENGTH, SEQUENCES
+from common.models.families import check_kv_heads, geometry, merged_modules
+from common.models.load import bos_prefix, config_file, empty_model, load_config, load_tokenizer, weight_dtype
+from common.models.proof import require_convertible
+from common.run.errors import UserError, run_stage
+from common.run.flags import StageParser, positive
+from common.run.kinds import SOURCE
 from common.training import memory
 from common.training.conversion import Conversion, read_conversion
 from common.training.flops import CHOSEN, forward_flops, products
 from common.training.heldout import QUESTIONS, Heldout, heldout_questions, heldout_share
+from common.training.lines import CHAT_SET, TASK_SET, TEXT_SET
 from common.training.memory import Cluster, Phase, peak_memory, size
 from common.training.settings import defaults_of, make_schedules, phases_of, with_defaults
 from common.training.sharding import Execution, joined_ranks

@@ -57,8 +57,8 @@ on_first_node() {
 # Stages 1 and 2, shared by all table rows.
 calibrate() {
   [ -z "${PLAN:-}" ] || return 0
-  on_first_node "$RUN/calibration" "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
-  on_first_node "$RUN/similarity.safetensors" "$PYTHON" 02_similarity.py --run "$RUN"
+  on_first_node "$RUN/calibration/stage.json" "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
+  on_first_node "$RUN/similarity/stage.json" "$PYTHON" 02_similarity.py --run "$RUN"
 }
 
 # scaled KV_HEADS: as many; with SMALL, the same share of the demo model's 8.
@@ -66,14 +66,14 @@ scaled() {
   if [ -n "${SMALL:-}" ]; then echo $(($1 * 8 / HEADS)); else echo "$1"; fi
 }
 
-# transform ROW KV_HEADS BY CRITERION ROTATE [MERGE]: stages 3 and 4 in RUN/ROW, on RUN's calibration.
+# transform ROW KV_HEADS BY CRITERION ROTATE: stages 3 and 4 in RUN/ROW, on RUN's calibration.
 transform() {
   local row=$RUN/$1 kv_heads
   kv_heads=$(scaled "$2")
-  on_first_node "$row/groups.json" "$PYTHON" 03_group.py --run "$row" \
-    --similarity "$RUN/similarity.safetensors" --kv-heads "$kv_heads" --by "$3" --criterion "$4"
-  on_first_node "$row/merged" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" \
-    --rotate "$5" --merge "${6:-mean}"
+  on_first_node "$row/groups/stage.json" "$PYTHON" 03_group.py --run "$row" \
+    --similarity "$RUN/similarity" --kv-heads "$kv_heads" --by "$3" --criterion "$4"
+  on_first_node "$row/merged/stage.json" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" \
+    --rotate "$5" --merge mean
 }
 
 # convert: as transform, then stages 5 and 6 with the one TEACHER.
@@ -93,7 +93,7 @@ convert() {
   fi
   transform "$@"
   train --run-dir "$row" "${settings[@]}"
-  on_first_node "$row/gqa" "$PYTHON" 06_export.py --run "$row"
+  on_first_node "$row/gqa/stage.json" "$PYTHON" 06_export.py --run "$row"
 }
 
 # evaluate NAME=CHECKPOINT...: one table, the teacher first.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.cli import printable
 from common.data.chat import load_chats
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
@@ -120,14 +119,14 @@ def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples
     digests = [hashlib.sha256(text).hexdigest() for text in texts if isinstance(text, np.ndarray)]
     files = [(source, version_of(source)) for source in sources.text]
     key = json.dumps([TRAIN, files, digests, stored, sources.text_tokens, fingerprint(context.model)])
-    path = os.path.join(context.run, "tokens", f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy")
-    record = os.path.join(os.path.dirname(path), "written.json")
-    with context.ranks.waiting():
-        recorded = read_json(record)
-        named = isinstance(recorded, dict) and recorded.get("tokens") == os.path.basename(path)
-        if context.ranks.first and not (named and os.path.exists(path)):  # a killed run leaves no record
-            counts = write_text_tokens(texts, tokenizer, stored, sources.text_tokens, path)
-            replace_tokens(record, path)
+    key = hashlib.sha256(key.encode()).hexdigest()
+    path, made_by = os.path.join(context.run, "tokens", key[:16]), {"key": key}
+    with context.writing_tokens():
+        if context.ranks.first and find_part(path, made_by) is None:
+            with write_directory(path) as aside:
+                counts = write_text_tokens(texts, tokenizer, stored, sources.text_tokens,
+                                           os.path.join(aside, TOKENS))
+                write_record(aside, made_by)
             print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
     samples = TextSamples(os.path.join(path, TOKENS), length, prefix)
     begin = f", {printable(tokenizer.bos_token)} first" if prefix else ""

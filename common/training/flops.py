@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.families import geometry
-from common.models import by_config, empty_model
+from common.models.families import geometry
+from common.models.load import by_config, empty_model
 
 PEAK = {  # by the name of a device in CUDA's: dense bf16 FLOP/s with float32 accumulation, of data sheets
     "A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "RTX4090": 165e12,

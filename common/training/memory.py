@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from common.families import OUTPUTS, geometry
-from common.method import masks
-from common.models import by_config, empty_model
+from common.models import blending
+from common.models.families import OUTPUTS, geometry
+from common.models.load import by_config, empty_model
 from common.training.engine import Schedule
 from common.training.flops import products
 
@@ -33,7 +33,7 @@ class Student:
     """A model being pruned: kv heads, projections that masks blend (empty: no masks), what is trained."""
 
     kv_heads: int
-    blended: tuple[str, ...] = masks.KEY_VALUE
+    blended: tuple[str, ...] = blending.KEY_VALUE
     train: str = "all"  # or "attention"
 
 
@@ -139,7 +139,7 @@ def size(config, student: Student | None = None) -> Size:
     model = empty_model("", config, torch.float32)
     if student and student.blended:
         with torch.device("meta"):
-            masks.patch(model, student.kv_heads, student.blended)
+            blending.patch(model, student.kv_heads, student.blended)
     whole, layers = (sum(p.numel() for p in part.parameters()) for part in (model, model.model.layers))
     largest = max(model.model.layers, key=lambda layer: sum(p.numel() for p in layer.parameters()))
     layer, attention = (sum(p.numel() for p in part.parameters()) for part in (largest, largest.self_attn))

@@ -11,10 +11,12 @@ from common.data.demo import DEMO, default_sources
 from common.data.pool import SPLIT, Pool, Sources, load_pool
 from common.data.sources import DataContext, check_sources, choose_chats, hub_commits
 from common.data.text import NONE, is_endless, sequence_length
-from common.errors import UserError
-from common.families import OUTPUTS, needs_eager
-from common.models import bos_prefix, load_config, load_tokenizer
-from common.records import SOURCE
+from common.models.families import OUTPUTS
+from common.models.load import bos_prefix, load_config, load_tokenizer
+from common.run.artifact import Started
+from common.run.errors import UserError
+from common.run.flags import Flag, named
+from common.run.kinds import SOURCE
 from common.training import checkpoints, engine, memory
 from common.training.conversion import HUB_COMMITS, Conversion, TrainingRun
 from common.training.engine import Schedule

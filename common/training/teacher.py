@@ -19,6 +19,7 @@ from common.training.chunked import next_token_loss
 from common.training.conversion import HUB_COMMITS, STAGE, TrainingRun
 from common.training.engine import Job, Schedule, steps
 from common.training.flops import sft_flops
+from common.training.lines import METRICS, read_metrics, summarize
 from common.training.sharding import Execution, Ranks, build
 from common.training.students import Rates, student_optimizer
 

@@ -9,13 +9,13 @@ import torch
 
 from bench import draft, train_step, transform
 from common.data.text import EVALUATION, load_tokens
-from common.errors import UserError
-from common.evaluate import perplexity
-from common.models import load_model, load_tokenizer
+from common.evaluation.evaluate import perplexity
+from common.models.load import load_model, load_tokenizer
+from common.run.errors import UserError
 from common.training.memory import USABLE, StepMemory, Student, Workload
 from models import save_tiny
 from pipelines.cost import parse_hardware, step_cost
-from runs import expect_error, last_line, run
+from runs import copy_run, expect_error, last_line, run
 
 pytestmark = pytest.mark.slow
 

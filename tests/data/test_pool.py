@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from common.artifacts import read_record
 from common.data.chat import has_tokens, load_chats, load_tokenized
 from common.data.data_sets import COMMITS
 from common.data.pool import Pool, Sources, load_pool, samples_digest

@@ -15,6 +15,7 @@ from bench.families import small_config
 from common.closed_form.refit import ERRORS
 from common.data import decoding
 from common.data.rows import Sample
+from common.models.attention import window_mask
 from common.models.edits import fuse_layer
 from common.models.families import check_kv_heads, geometry, head_parameters, merged_modules, watch_heads
 from common.models.forward import embedded, run_layer

@@ -9,7 +9,12 @@ from transformers.models.llama import modeling_llama
 
 from bench.families import small_config
 from common.method.rope import to_complex
+from common.models import proof
+from common.models.families import as_they_were, in_order, rope_frequencies
+from common.models.forward import Reached, attending, attention_factor, windows
+from common.models.head import head_of
 from common.models.load import empty_model
+from common.run.errors import UserError
 from models import EVERY_FAMILY, FAMILIES, tiny_model
 
 PLAIN = {"mistral", "qwen2, GQA", "phi3", "olmo2", "gemma, tied", "granite", "olmoe"}

@@ -125,9 +125,9 @@ def test_table_6_transforms_with_grouping_and_without(recorded, tmp_path):
 
 @pytest.mark.slow
 def test_table_6_adds_up_the_seconds_of_its_stages(tmp_path, monkeypatch):
-    seconds = {"01_calibrate.py calibration": 9.0, "02_similarity.py similarity.safetensors": 3.0,
-               "03_group.py gqa8-grouped/groups.json": 1.0, "04_align.py gqa8-grouped/aligned": 0.5,
-               "03_group.py gqa8-default/groups.json": 0.25, "04_align.py gqa8-default/aligned": 0.5}
+    seconds = {"01_calibrate.py calibration": 9.0, "02_similarity.py similarity": 3.0,
+               "03_group.py gqa8-grouped/groups": 1.0, "04_align.py gqa8-grouped/aligned": 0.5,
+               "03_group.py gqa8-default/groups": 0.25, "04_align.py gqa8-default/aligned": 0.5}
 
     def read_record(path, stage):
         return {"seconds": seconds[f"{stage} {Path(path).relative_to(tmp_path)}"], "model": {"name": "m"}}
@@ -142,9 +142,8 @@ def test_table_6_adds_up_the_seconds_of_its_stages(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_other_nodes_wait_for_the_first_one_and_train(recorded, tmp_path):
     run = tmp_path / "run"
-    for name in ("calibration", "similarity.safetensors", "value-dist/groups.json", "value-dist/merged",
-                 "value-dist/gqa"):
-        (run / name).mkdir(parents=True)
+    for name in ("calibration", "similarity", "value-dist/groups", "value-dist/merged", "value-dist/gqa"):
+        (run / name / "stage.json").mkdir(parents=True)
     settings = {"RUN": run, "NNODES": 2, "RDZV": "first:29500"}
     (train,) = recorded("llama2_7b.sh", NODE=1, **settings)
     assert after("--nnodes", train) == "2" and after("--rdzv-endpoint", train) == "first:29500"

@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 from bench.families import small_config
 from common.data.pool import Sources
 from common.data.tasks import TASKS, load_task, tokenize
-from common.errors import UserError
-from common.models import load_config, load_tokenizer
-from common.proof import require_convertible
+from common.models.load import load_config, load_tokenizer
+from common.models.proof import require_convertible
+from common.run.errors import UserError
 from common.training.flops import forward_flops, products
 from common.training.memory import Cluster, Phase, Student, Workload, size
 from pipelines import cost, plan

@@ -9,9 +9,10 @@ import torch
 from common.data.demo import DEMO
 from common.data.pool import Pool
 from common.data.rows import Sample
-from common.errors import UserError
-from common.files import write_json
-from common.method import masks, merge
+from common.models import blending
+from common.run import kinds
+from common.run.errors import UserError
+from common.run.files import write_json
 from common.training import mask_state, memory, settings
 from common.training.conversion import Conversion, TrainingRun
 from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for

@@ -20,10 +20,10 @@ from common.data.rows import Sample
 from common.data.sources import DataContext
 from common.data.tasks import TASKS, load_task, tokenize
 from common.data.text import EVALUATION, load_tokens
-from common.evaluate import perplexity
-from common.method import losses, masks
-from common.metrics import METRICS, TASK_SET, TEXT_SET, read_metrics
-from common.models import load_model, load_tokenizer
+from common.evaluation.evaluate import perplexity
+from common.models import blending
+from common.models.head import product
+from common.models.load import load_model, load_tokenizer
 from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.engine import Step, steps

@@ -18,12 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig
 
 from common.data.rows import Sample
-from common.head import head_of
-from common.method import masks
-from common.method.losses import distillation_loss
-from common.models import empty_model
+from common.models import blending
+from common.models.head import head_of
+from common.models.load import empty_model
 from common.training import memory, sharding, students
 from common.training.attention import Trainee
+from common.training.chunked import distillation_loss
 from common.training.engine import Schedule
 from common.training.memory import Cluster, Device, Phase, StepMemory, Student, Workload, size
 from common.training.packing import build_row, rows_of_step
@@ -37,9 +37,9 @@ SAMPLES = [Sample((1,) * 500, (2,) * 12)] * (TOKENS // 512)
 
 
 def test_sizes_are_those_of_the_model():
-    students = {kind: tiny_model(bias=True) for kind in (masks.KEY_VALUE, masks.WHOLE_HEAD)}
+    students = {kind: tiny_model(bias=True) for kind in (blending.KEY_VALUE, blending.WHOLE_HEAD)}
     for names, model in students.items():
-        masks.patch(model, 2, names)
+        blending.patch(model, 2, names)
     cases = [(tiny_model(bias=True), None), (tiny_model(bias=True, num_key_value_heads=2), Student(2, ()))]
     for model, kind in cases + [(model, Student(2, names)) for names, model in students.items()]:
         found = size(tiny_model(bias=True).config, kind)
