@@ -71,10 +71,8 @@ from common.run.artifact import (
     write_record,
 )
 from common.run.errors import UserError, run_stage
-from common.run.flags import Flag, stage_parser
-from common.run.kinds import SOURCE
-from common.training import checkpoints, students
-from common.training.chunked import distillation_loss
+from common.run.flags import Cases, Choice, Flag, Switch, stage_parser
+from common.training import checkpoints, hardware, plan, students
 from common.training.conversion import STAGE, TrainingRun, read_conversion
 from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
 from common.training.flops import distillation_flops
@@ -85,21 +83,24 @@ from common.training.settings import TEXT_LENGTH, Loss, Settings, settle
 from common.training.sharding import free_memory, joined_ranks, sum_over_ranks
 from common.training.teacher import build_teacher, train_teacher
 
-# The flags of this stage, one an entry: kind, help, default, and whether it must be the same to go on with a
-# training. A default in brackets is [published, with --tasks none, for the demo model].
+ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
+
+# The flags of this stage. Cases: the published default, and the one with --tasks none. The demo model's own
+# defaults are in common/data/demo_model/training.json.
 FLAGS = {
     "data": [
         Flag("tasks", str, "directory of TASK.train.jsonl or .parquet files, hub or none (default: hub; for "
              "the demo model: its tasks)", metavar="DIR"),
-        Flag("only", TASKS, f"some of {', '.join(TASKS)}", TASKS, nargs="+", metavar="TASK"),
+        Choice("only", TASKS, f"some of {', '.join(TASKS)}", TASKS, nargs="+", metavar="TASK"),
         Flag("text", str, f"c4, demo, {DATA_SET} or .txt, {TABLE_NAMES} files with a column text, generated "
              "by the source model, generated:FILE, which continues FILE's documents, or none (default: none; "
              "for the demo model: demo)", nargs="+", metavar="SOURCE"),
         Flag("text-length", flags.positive, f"tokens per sample of text (default: {TEXT_LENGTH}, or the "
              "model's limit if lower)"),
-        Flag("bos", bool, "begin every sample of text and every task's prompt with the begin-of-sequence "
-             "token (default: if the tokenizer does so itself; the authors' code: no)"),
-        Flag("text-tokens", flags.positive, "tokens to take from each source of text, and of chats that are "
+        Switch("bos", argparse.BooleanOptionalAction, "begin every sample of text and every task's prompt "
+               "with the begin-of-sequence token (default: if the tokenizer does so itself; the authors' "
+               "code: no)"),
+        Flag("text-tokens", cli.positive, "tokens to take from each source of text, and of chats that are "
              "generated or, at most, from the hub (default: all; c4, hf: and generated need this flag)"),
         Flag("chat", str, f"{DATA_SET} or {TABLE_NAMES} files with a column messages, for the tokenizer's "
              "chat template, cut at the model's limit; generated; or none (default: generated if --text is "
@@ -111,12 +112,12 @@ FLAGS = {
         Flag("name", flags.name, "write RUN/train-NAME/ instead of RUN/train/"),
         Flag("student", str, "start from this exported student instead of merged/ (with --masks off)",
              metavar="DIR"),
-        Flag("masks", (*MASKS, "off"), "l0-released: as in the authors' code, which moves them along a "
-             "schedule, not by gradients alone; l0: by Eq. 29 alone; off: train merged/ directly, also the "
-             "default with --tasks none where merging changed W_Q and W_O",
-             ["l0-released", "l0-released", "l0"], resumed=True),
-        Flag("train", ("all", "attention"), "the student's weights to train; attention: the others get no "
-             "gradients and no optimizer state", "all", resumed=True),
+        Choice("masks", (*MASKS, "off"), "l0-released: as in the authors' code, which moves them along a "
+               "schedule, not by gradients alone; l0: by Eq. 29 alone; off: train merged/ directly, also the "
+               "default with --tasks none where merging changed W_Q and W_O",
+               Cases(published="l0-released", text="l0-released"), resumed=True),
+        Choice("train", ("all", "attention"), "the student's weights to train; attention: the others get no "
+               "gradients and no optimizer state", "all", resumed=True),
     ],
     "length of training": [
         Flag("teacher-epochs", flags.epochs, "SFT epochs over samples with answers (published: 2)"),
@@ -126,28 +127,30 @@ FLAGS = {
         Flag("steps", flags.positive, "instead of --epochs"),
     ],
     "optimization": [
-        Flag("lr", flags.rate, "student's peak learning rate", [1e-5, 2e-4, 2e-3], resumed=True),
-        Flag("merged-lr-factor", flags.factor, "factor on --lr for the shared projections (the authors' "
-             "code: 2)", 1.0, resumed=True),
-        Flag("rest-lr-factor", flags.factor, "factor on --lr for all weights outside attention",
-             [1.0, 0.25, 1.0], resumed=True),
-        Flag("mask-lr", flags.rate, "learning rate of log alpha", [1e-2, 1e-2, 0.5], resumed=True),
-        Flag("l0-weight", flags.non_negative_float, "L0 weight", [1.0, 1.0, 30.0], resumed=True),
-        Flag("batch", flags.batch, f"samples per step over all ranks; with --tasks none for {FEWEST_STEPS} "
-             "steps, within 2 to 64", [64, None, 16]),
-        Flag("warmup", flags.positive, "warm-up steps, by default at most a tenth of all steps",
-             [32, 32, 20]),
-        Flag("teacher-lr", flags.rate, "SFT peak learning rate", [1e-5, 1e-5, 1e-3]),
-        Flag("teacher-batch", flags.batch, "SFT samples per step", [128, 128, 32]),
-        Flag("teacher-warmup", flags.positive, "SFT warm-up steps, by default at most a fifth of all steps",
-             [16, 16, 20]),
-        Flag("beta2", flags.beta, "of AdamW", [0.95, 0.95, 0.999], resumed=True),
-        Flag("weight-decay", flags.probability, "of AdamW; norms, biases, masks and the shared projections "
-             "have none", [1e-4, 1e-4, 0.0], resumed=True),
-        Flag("clip", flags.non_negative_float, "maximum gradient norm; 0: no clipping", 1.0),
-        Flag("kl-on", ("prompt", "all"), "tokens of the KL term: prompt, as in the authors' code; all: "
-             "answers, too", ["prompt", "all", "prompt"], resumed=True),
-        Flag("seed", flags.seed, "random seed for batches and mask noise", 0, resumed=True),
+        Flag("lr", cli.rate, "student's peak learning rate", Cases(published=1e-5, text=2e-4), resumed=True),
+        Flag("merged-lr-factor", cli.factor, "factor on --lr for the shared projections (the authors' code: "
+             "2)", 1.0, resumed=True),
+        Flag("rest-lr-factor", cli.factor, "factor on --lr for all weights outside attention",
+             Cases(published=1.0, text=0.25), resumed=True),
+        Flag("mask-lr", cli.rate, "learning rate of log alpha", Cases(published=1e-2, text=1e-2),
+             resumed=True),
+        Flag("l0-weight", cli.non_negative_float, "L0 weight", Cases(published=1.0, text=1.0), resumed=True),
+        Flag("batch", cli.batch, f"samples per step over all ranks; with --tasks none for {FEWEST_STEPS} "
+             "steps, within 2 to 64", Cases(published=64, text=None)),
+        Flag("warmup", cli.positive, "warm-up steps, by default at most a tenth of all steps",
+             Cases(published=32, text=32)),
+        Flag("teacher-lr", cli.rate, "SFT peak learning rate", Cases(published=1e-5, text=1e-5)),
+        Flag("teacher-batch", cli.batch, "SFT samples per step", Cases(published=128, text=128)),
+        Flag("teacher-warmup", cli.positive, "SFT warm-up steps, by default at most a fifth of all steps",
+             Cases(published=16, text=16)),
+        Flag("beta2", cli.beta, "of AdamW", Cases(published=0.95, text=0.95), resumed=True),
+        Flag("weight-decay", cli.probability, "of AdamW; norms, biases, masks and the shared projections "
+             "have none", Cases(published=1e-4, text=1e-4), resumed=True),
+        Flag("clip", cli.non_negative_float, "maximum gradient norm; 0: no clipping", 1.0),
+        Choice("kl-on", ("prompt", "all"), "tokens of the KL term: prompt, as in the authors' code; all: "
+               "answers, too", Cases(published="prompt", text="all"), resumed=True),
+        Flag("temperature", cli.factor, "of the KL term", 1.0, resumed=True),
+        Flag("seed", cli.seed, "random seed for batches and mask noise", 0, resumed=True),
     ],
     "held-out measurement: KL to the teacher, next-token loss, top-1 agreement": [
         Flag("heldout-text", str, "c4, demo or hf:... (their held-out parts), a file or generated as for "
@@ -165,20 +168,33 @@ FLAGS = {
              "step are measured, too", 50),
     ],
     "execution": [
-        Flag("tokens-per-microbatch", flags.positive, "tokens per packed row (default: 2048 on a CPU; on "
-             "GPUs a rank's share of a batch, at least 4096, as far as memory suffices)"),
-        Flag("loss-chunk", flags.positive, "tokens per chunk of logits", 512),
-        Flag("dtype", ("float32", "bfloat16"), "of the computation; weights and optimizer state are float32 "
-             "(default: bfloat16 on GPUs, float32 on CPUs)"),
-        Flag("recompute", bool, "activation checkpointing of every layer (default: on GPUs whose memory "
-             "does not suffice without it)"),
-        Flag("compile", True, "torch.compile every decoder layer: faster on GPUs, after a minute or more"),
-        Flag("deterministic", True, "on GPUs: only kernels that give the same bits each time, slower"),
-        Flag("reduce", ("step", "row"), "reduce gradients over ranks once a step, or after every packed "
-             "row: more traffic, but no rank holds its rows' gradients complete", "step"),
-        Flag("save-minutes", flags.non_negative_float, "maximum minutes between checkpoints", 20),
-        Flag("save-steps", flags.positive, "also save every so many steps"),
-        Flag("print-every", flags.positive, "steps between printed lines; metrics.jsonl has every step", 1),
+        Flag("tokens-per-microbatch", cli.positive, "tokens per packed row (default: 2048 on a CPU; on GPUs "
+             "a rank's share of a batch, at least 4096, as far as memory suffices by --plan)"),
+        Flag("loss-chunk", cli.positive, "tokens per chunk of logits", 512),
+        Choice("attention", ATTENTIONS, "packed: torch's fused kernels on samples as they are packed; the "
+               "others are transformers'", "packed"),
+        Choice("dtype", ("float32", "bfloat16"), "of the computation; weights and optimizer state are "
+               "float32 (default: bfloat16 on GPUs, float32 on CPUs)"),
+        Switch("recompute", argparse.BooleanOptionalAction, "activation checkpointing of every layer "
+               "(default: on GPUs whose memory does not suffice without it, by --plan)"),
+        Switch("compile", "store_true", "torch.compile every decoder layer: faster on GPUs, after a minute "
+               "or more"),
+        Switch("deterministic", "store_true", "on GPUs: only kernels that give the same bits each time, "
+               "slower"),
+        Choice("reduce", ("step", "row"), "reduce gradients over ranks once a step, or after every packed "
+               "row: more traffic, but no rank holds its rows' gradients complete", "step"),
+        Flag("save-minutes", cli.non_negative_float, "maximum minutes between checkpoints", 20),
+        Flag("save-steps", cli.positive, "also save every so many steps"),
+        Flag("print-every", cli.positive, "steps between printed lines; metrics.jsonl has every step", 1),
+    ],
+    "a plan, which trains nothing": [
+        Flag("plan", str, "only print memory, FLOPs, time and disk on DEVICE: "
+             f"{', '.join(hardware.HARDWARE)}; {hardware.OWN}, numbers of dense bf16 and, in GB/s and one "
+             f"direction, of links; or, as 1x{hardware.CPU}, this machine's", metavar="[NODESx]COUNTxDEVICE"),
+        Flag("model", str, "plan for this model, not for RUN: a config.json, a directory that has one, or a "
+             "hub name, of which nothing else is downloaded; for the published training sets or, with "
+             "--tasks none, for --text-tokens of text", metavar="NAME"),
+        Flag("kv-heads", cli.positive, "with --model: kv heads to keep"),
     ],
 }
 

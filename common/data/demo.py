@@ -15,8 +15,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from common.models.load import local_model
-from common.run.artifact import sweep, write_directory
+from common.files import read_json, write_directory
+from common.models import local_model
 
 DEMO = "demo"
 DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is copied on first use
@@ -26,6 +26,14 @@ SHIPPED = Path(__file__).parent / "demo_model"  # the model; its text and tasks,
 def default_sources(demo: bool) -> tuple[str, str]:
     """Where tasks and text come from by default: the demo model's own, or the hub and C4."""
     return (os.path.join(DEMO_HOME, "tasks"), DEMO) if demo else ("hub", "c4")
+
+
+def training_defaults() -> dict:
+    """Flag of stage 5 -> its value for the demo model, where it is left out.
+
+    The model's masks must close within hundreds of steps, not ten thousand.
+    """
+    return read_json(SHIPPED / "training.json")
 
 
 def resolve_model(name: str) -> str:
@@ -51,7 +59,8 @@ def build_demo(directory) -> None:
     """Write the demo's model, text and tasks to `directory`, atomically."""
     with write_directory(str(directory)) as aside:
         home = Path(aside)
-        shutil.copytree(SHIPPED, home / "model", ignore=shutil.ignore_patterns("text", "tasks"))
+        others = shutil.ignore_patterns("text", "tasks", "training.json")
+        shutil.copytree(SHIPPED, home / "model", ignore=others)
         for part in ("text", "tasks"):
             (home / part).mkdir()
             for path in (SHIPPED / part).glob("*.gz"):

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -96,15 +97,25 @@ def manual(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width)
 
 
+@dataclass(frozen=True)
+class Cases:
+    """Defaults of a flag, by what is trained."""
+
+    published: object
+    text: object  # with --tasks none
+
+    def __str__(self) -> str:
+        return f"published: {self.published}; with --tasks none: {self.text}"
+
+
 @dataclass
 class Flag:
-    """A row of a stage's table of flags.
+    """A row of a stage's table of flags: one with a value of an argparse type.
 
-    kind: an argparse type, the tuple of its values, bool for --NAME and --no-NAME, True for a switch.
-    default: where it is left out; a list where that depends on what is trained: [published, with --tasks
-    none, for the demo model]. resumed: it must be the same to go on with a training.
+    default: where it is left out. resumed: it must be the same to go on with a training.
     """
 
+    argument: ClassVar[str] = "type"  # of add_argument that `kind` is
     name: str
     kind: object
     help: str
@@ -116,6 +127,18 @@ class Flag:
     @property
     def attribute(self) -> str:
         return self.name.replace("-", "_")
+
+
+class Choice(Flag):
+    """A row for a flag whose kind is the tuple of its values."""
+
+    argument = "choices"
+
+
+class Switch(Flag):
+    """A row for a flag without a value, whose kind is an action of argparse."""
+
+    argument = "action"
 
 
 class Parser(argparse.ArgumentParser):
@@ -154,21 +177,11 @@ class StageParser(Parser):
 
     def add_flag(self, flag: Flag) -> None:
         """Add a row of a table; a default that depends on what is trained is None until that is known."""
-        options = {name: value for name in ("nargs", "metavar") if (value := getattr(flag, name))}
-        help, default = flag.help, flag.default
-        if isinstance(default, list):
-            published, text, demo = default
-            help += f" (published: {published}; with --tasks none: {text}; for the demo model: {demo})"
-            default = None
-        if flag.kind is True:
-            options["action"] = "store_true"
-        elif flag.kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif isinstance(flag.kind, tuple):
-            options |= {"choices": flag.kind, "default": default}
-        else:
-            options |= {"type": flag.kind, "default": default}
-        self.add_argument(f"--{flag.name}", help=help, **options)
+        cases = isinstance(flag.default, Cases)
+        options = {"nargs": flag.nargs, "metavar": flag.metavar, "default": None if cases else flag.default}
+        options = {name: value for name, value in options.items() if value is not None}
+        help = f"{flag.help} ({flag.default})" if cases else flag.help
+        self.add_argument(f"--{flag.name}", help=help, **{flag.argument: flag.kind}, **options)
 
     def parse_args(self, args=None, namespace=None):
         options, unknown = self.parse_known_args(args, namespace)

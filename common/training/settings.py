@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from common.data.data_sets import COMMITS
-from common.data.demo import DEMO, default_sources
+from common.data.demo import DEMO, default_sources, training_defaults
 from common.data.pool import SPLIT, Pool, Sources, load_pool
 from common.data.sources import DataContext, check_sources, choose_chats, hub_commits
 from common.data.text import NONE, is_endless, sequence_length
@@ -15,9 +15,8 @@ from common.models.families import OUTPUTS
 from common.models.load import bos_prefix, load_config, load_tokenizer
 from common.run.artifact import Started
 from common.run.errors import UserError
-from common.run.flags import Flag, named
-from common.run.kinds import SOURCE
-from common.training import checkpoints, engine, memory
+from common.run.flags import Cases, Flag, named
+from common.training import checkpoints, engine, hardware, plan
 from common.training.conversion import HUB_COMMITS, Conversion, TrainingRun
 from common.training.engine import Schedule
 from common.training.heldout import Heldout, heldout_texts, load_heldout
@@ -27,7 +26,6 @@ from common.training.students import Rates
 from common.training.teacher import check_teacher, find_teacher
 
 TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many positions
-DEMO_STEPS, DEMO_TEACHER_STEPS = 350, 100
 TEACHER_EPOCHS = 2
 SHORTEST_ROW = {False: 2048, True: 4096}  # tokens of a packed row; on GPUs longer ones, where memory suffices
 OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
@@ -64,11 +62,14 @@ def defaults_of(flags: list[Flag], conversion: Conversion, tasks: str | None) ->
     """Flag -> its value where it is left out, of those that depend on what is trained.
 
     Without tasks: learning rates that suit small steps, highest for attention, which merging changed;
-    measured on a model of 135M parameters, nothing larger. For the demo model: its masks must close within
-    hundreds of steps, not ten thousand.
+    measured on a model of 135M parameters, nothing larger. For the demo model: its own.
     """
-    column = 1 if tasks == NONE else 2 if conversion.model["name"] == DEMO else 0
-    defaults = {flag.attribute: flag.default[column] for flag in flags if isinstance(flag.default, list)}
+    case = "text" if tasks == NONE else "published"
+    defaults = {flag.attribute: getattr(flag.default, case) for flag in flags
+                if isinstance(flag.default, Cases)}
+    if conversion.model["name"] == DEMO:
+        own = training_defaults()
+        defaults |= own if tasks != NONE else {"teacher_steps": own["teacher_steps"]}
     whole_head = not {*OUTPUTS}.isdisjoint(conversion.blended)
     return defaults | ({"masks": "off"} if tasks == NONE and whole_head else {})
 
@@ -81,8 +82,9 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
     """
     demo = conversion.model["name"] == DEMO
     filled = argparse.Namespace(**vars(args))
+    epochs = {"steps": args.epochs, "teacher_steps": args.teacher_epochs}
     for name, value in defaults.items():
-        if getattr(filled, name) is None and name not in OF_LENGTH:
+        if getattr(filled, name) is None and name not in OF_LENGTH and epochs.get(name) is None:
             setattr(filled, name, value)
     filled.tasks = args.tasks or default_sources(demo)[0]
     filled.text = args.text or ([DEMO] if demo else [])
@@ -93,10 +95,6 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
     teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ lies next to DIR, not in DIR/
     filled.teacher = teacher or (SOURCE if filled.tasks == NONE else None)
     filled.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
-    if demo and filled.tasks != NONE and args.steps is None and args.epochs is None:
-        filled.steps = DEMO_STEPS
-    if demo and args.teacher_steps is None and args.teacher_epochs is None:
-        filled.teacher_steps = DEMO_TEACHER_STEPS
     endless = [source for source in [*filled.text, *filled.chat] if is_endless(source)]
     if endless and not args.text_tokens:
         raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")

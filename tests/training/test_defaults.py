@@ -6,14 +6,16 @@ from dataclasses import asdict, fields, replace
 import pytest
 import torch
 
-from common.data.demo import DEMO
+from common import records
+from common.data.demo import DEMO, training_defaults
 from common.data.pool import Pool
 from common.data.rows import Sample
 from common.models import blending
 from common.run import kinds
 from common.run.errors import UserError
-from common.run.files import write_json
-from common.training import mask_state, memory, settings
+from common.run.flags import Cases
+from common.training import hardware, mask_state, settings
+from common.training import plan as budget
 from common.training.conversion import Conversion, TrainingRun
 from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for
 from common.training.heldout import QUESTIONS
@@ -22,9 +24,10 @@ from common.training.sharding import Execution, Ranks
 from reference import SCHEDULE, stage5
 from runs import flags
 
-PUBLISHED, WITHOUT_TASKS, OF_DEMO = (
-    {flag.attribute: flag.default[column] for rows in stage5.FLAGS.values() for flag in rows
-     if isinstance(flag.default, list)} for column in range(3))
+PUBLISHED, WITHOUT_TASKS = (
+    {flag.attribute: getattr(flag.default, case) for rows in stage5.FLAGS.values() for flag in rows
+     if isinstance(flag.default, Cases)} for case in ("published", "text"))
+OF_DEMO = training_defaults()
 
 
 def pair_of(group_size: int = 4, demo: bool = False, blended: tuple = blending.KEY_VALUE) -> Conversion:
@@ -70,7 +73,7 @@ def test_published_numbers():
                 "kl_on": "prompt"}
     assert published | released == PUBLISHED
     assert WITHOUT_TASKS["kl_on"] == "all"  # everything is judged by KL there
-    assert OF_DEMO.keys() == PUBLISHED.keys() == WITHOUT_TASKS.keys()
+    assert OF_DEMO.keys() == PUBLISHED.keys() | {"steps", "teacher_steps"}
     assert settings.TEACHER_EPOCHS == 2
     assert (settings.TEXT_LENGTH, QUESTIONS) == (512, 16)  # ours
     assert {*kinds.MASKS} == {*mask_state.MASKS, "off"}
