@@ -72,7 +72,9 @@ from common.run.artifact import (
 )
 from common.run.errors import UserError, run_stage
 from common.run.flags import Cases, Choice, Flag, Switch, stage_parser
-from common.training import checkpoints, hardware, plan, students
+from common.run.kinds import SOURCE
+from common.training import checkpoints, students
+from common.training.chunked import distillation_loss
 from common.training.conversion import STAGE, TrainingRun, read_conversion
 from common.training.engine import FEWEST_STEPS, STOPPED, Job, Schedule, Step, steps
 from common.training.flops import distillation_flops
@@ -82,8 +84,6 @@ from common.training.mask_state import MASKS, Masks, mask_metrics, switch_step
 from common.training.settings import TEXT_LENGTH, Loss, Settings, settle
 from common.training.sharding import free_memory, joined_ranks, sum_over_ranks
 from common.training.teacher import build_teacher, train_teacher
-
-ATTENTIONS = ("packed", "sdpa", "eager", "flash_attention_2")
 
 # The flags of this stage. Cases: the published default, and the one with --tasks none. The demo model's own
 # defaults are in common/data/demo_model/training.json.
@@ -100,7 +100,7 @@ FLAGS = {
         Switch("bos", argparse.BooleanOptionalAction, "begin every sample of text and every task's prompt "
                "with the begin-of-sequence token (default: if the tokenizer does so itself; the authors' "
                "code: no)"),
-        Flag("text-tokens", cli.positive, "tokens to take from each source of text, and of chats that are "
+        Flag("text-tokens", flags.positive, "tokens to take from each source of text, and of chats that are "
              "generated or, at most, from the hub (default: all; c4, hf: and generated need this flag)"),
         Flag("chat", str, f"{DATA_SET} or {TABLE_NAMES} files with a column messages, for the tokenizer's "
              "chat template, cut at the model's limit; generated; or none (default: generated if --text is "
@@ -120,37 +120,34 @@ FLAGS = {
                "gradients and no optimizer state", "all", resumed=True),
     ],
     "length of training": [
-        Flag("teacher-epochs", flags.epochs, "SFT epochs over samples with answers (published: 2)"),
-        Flag("teacher-steps", flags.positive, "instead of --teacher-epochs"),
+        Flag("teacher-steps", flags.positive, "SFT steps (published: 2 epochs over samples with answers)"),
         Flag("epochs", flags.epochs, "pruning epochs (published: 5, 10, 15 for groups of 2, 4, 8 kv heads; "
              "other group sizes need this flag or --steps; 1 with --tasks none)"),
         Flag("steps", flags.positive, "instead of --epochs"),
     ],
     "optimization": [
-        Flag("lr", cli.rate, "student's peak learning rate", Cases(published=1e-5, text=2e-4), resumed=True),
-        Flag("merged-lr-factor", cli.factor, "factor on --lr for the shared projections (the authors' code: "
-             "2)", 1.0, resumed=True),
-        Flag("rest-lr-factor", cli.factor, "factor on --lr for all weights outside attention",
-             Cases(published=1.0, text=0.25), resumed=True),
-        Flag("mask-lr", cli.rate, "learning rate of log alpha", Cases(published=1e-2, text=1e-2),
+        Flag("lr", flags.rate, "student's peak learning rate", Cases(published=1e-5, text=2e-4),
              resumed=True),
-        Flag("l0-weight", cli.non_negative_float, "L0 weight", Cases(published=1.0, text=1.0), resumed=True),
-        Flag("batch", cli.batch, f"samples per step over all ranks; with --tasks none for {FEWEST_STEPS} "
+        Flag("merged-lr-factor", flags.factor, "factor on --lr for the shared projections (the authors' "
+             "code: 2)", 1.0, resumed=True),
+        Flag("rest-lr-factor", flags.factor, "factor on --lr for all weights outside attention",
+             Cases(published=1.0, text=0.25), resumed=True),
+        Flag("mask-lr", flags.rate, "learning rate of log alpha", Cases(published=1e-2, text=1e-2),
+             resumed=True),
+        Flag("l0-weight", flags.non_negative_float, "L0 weight", Cases(published=1.0, text=1.0),
+             resumed=True),
+        Flag("batch", flags.batch, f"samples per step over all ranks; with --tasks none for {FEWEST_STEPS} "
              "steps, within 2 to 64", Cases(published=64, text=None)),
-        Flag("warmup", cli.positive, "warm-up steps, by default at most a tenth of all steps",
+        Flag("warmup", flags.positive, "warm-up steps, by default at most a tenth of all steps",
              Cases(published=32, text=32)),
-        Flag("teacher-lr", cli.rate, "SFT peak learning rate", Cases(published=1e-5, text=1e-5)),
-        Flag("teacher-batch", cli.batch, "SFT samples per step", Cases(published=128, text=128)),
-        Flag("teacher-warmup", cli.positive, "SFT warm-up steps, by default at most a fifth of all steps",
-             Cases(published=16, text=16)),
-        Flag("beta2", cli.beta, "of AdamW", Cases(published=0.95, text=0.95), resumed=True),
-        Flag("weight-decay", cli.probability, "of AdamW; norms, biases, masks and the shared projections "
+        Flag("teacher-lr", flags.rate, "SFT peak learning rate", Cases(published=1e-5, text=1e-5)),
+        Flag("teacher-batch", flags.batch, "SFT samples per step", Cases(published=128, text=128)),
+        Flag("beta2", flags.beta, "of AdamW", Cases(published=0.95, text=0.95), resumed=True),
+        Flag("weight-decay", flags.probability, "of AdamW; norms, biases, masks and the shared projections "
              "have none", Cases(published=1e-4, text=1e-4), resumed=True),
-        Flag("clip", cli.non_negative_float, "maximum gradient norm; 0: no clipping", 1.0),
         Choice("kl-on", ("prompt", "all"), "tokens of the KL term: prompt, as in the authors' code; all: "
                "answers, too", Cases(published="prompt", text="all"), resumed=True),
-        Flag("temperature", cli.factor, "of the KL term", 1.0, resumed=True),
-        Flag("seed", cli.seed, "random seed for batches and mask noise", 0, resumed=True),
+        Flag("seed", flags.seed, "random seed for batches and mask noise", 0, resumed=True),
     ],
     "held-out measurement: KL to the teacher, next-token loss, top-1 agreement": [
         Flag("heldout-text", str, "c4, demo or hf:... (their held-out parts), a file or generated as for "
@@ -168,33 +165,22 @@ FLAGS = {
              "step are measured, too", 50),
     ],
     "execution": [
-        Flag("tokens-per-microbatch", cli.positive, "tokens per packed row (default: 2048 on a CPU; on GPUs "
-             "a rank's share of a batch, at least 4096, as far as memory suffices by --plan)"),
-        Flag("loss-chunk", cli.positive, "tokens per chunk of logits", 512),
-        Choice("attention", ATTENTIONS, "packed: torch's fused kernels on samples as they are packed; the "
-               "others are transformers'", "packed"),
+        Flag("tokens-per-microbatch", flags.positive, "tokens per packed row (default: 2048 on a CPU; on "
+             "GPUs a rank's share of a batch, at least 4096, as far as memory suffices)"),
+        Flag("loss-chunk", flags.positive, "tokens per chunk of logits", 512),
         Choice("dtype", ("float32", "bfloat16"), "of the computation; weights and optimizer state are "
                "float32 (default: bfloat16 on GPUs, float32 on CPUs)"),
         Switch("recompute", argparse.BooleanOptionalAction, "activation checkpointing of every layer "
-               "(default: on GPUs whose memory does not suffice without it, by --plan)"),
+               "(default: on GPUs whose memory does not suffice without it)"),
         Switch("compile", "store_true", "torch.compile every decoder layer: faster on GPUs, after a minute "
                "or more"),
         Switch("deterministic", "store_true", "on GPUs: only kernels that give the same bits each time, "
                "slower"),
         Choice("reduce", ("step", "row"), "reduce gradients over ranks once a step, or after every packed "
                "row: more traffic, but no rank holds its rows' gradients complete", "step"),
-        Flag("save-minutes", cli.non_negative_float, "maximum minutes between checkpoints", 20),
-        Flag("save-steps", cli.positive, "also save every so many steps"),
-        Flag("print-every", cli.positive, "steps between printed lines; metrics.jsonl has every step", 1),
-    ],
-    "a plan, which trains nothing": [
-        Flag("plan", str, "only print memory, FLOPs, time and disk on DEVICE: "
-             f"{', '.join(hardware.HARDWARE)}; {hardware.OWN}, numbers of dense bf16 and, in GB/s and one "
-             f"direction, of links; or, as 1x{hardware.CPU}, this machine's", metavar="[NODESx]COUNTxDEVICE"),
-        Flag("model", str, "plan for this model, not for RUN: a config.json, a directory that has one, or a "
-             "hub name, of which nothing else is downloaded; for the published training sets or, with "
-             "--tasks none, for --text-tokens of text", metavar="NAME"),
-        Flag("kv-heads", cli.positive, "with --model: kv heads to keep"),
+        Flag("save-minutes", flags.non_negative_float, "maximum minutes between checkpoints", 20),
+        Flag("save-steps", flags.positive, "also save every so many steps"),
+        Flag("print-every", flags.positive, "steps between printed lines; metrics.jsonl has every step", 1),
     ],
 }
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from common.files import read_json, write_directory
-from common.models import local_model
+from common.models.load import local_model
+from common.run.artifact import sweep, write_directory
+from common.run.files import read_json
 
 DEMO = "demo"
 DEMO_HOME = os.path.join("runs", "demo-model")  # where the demo model is copied on first use

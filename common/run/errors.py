@@ -1,6 +1,7 @@
 """How a stage ends: complete, with an error on one line, or interrupted."""
 
 import contextlib
+import json
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from common.run.progress import Progress
 PATIENCE = 10  # seconds in which torchrun ends a rank because another one left
 LESS_MEMORY = ("Lower --batch, --tokens-per-microbatch or --loss-chunk, or pass --recompute, --layerwise or "
                "--device cpu, where the stage has it")
+KILLED = "a signal ended this rank (SIGKILL: often for lack of memory); the last checkpoint is kept"
 cleanup = contextlib.ExitStack()  # closed by run_stage when the stage ends: releases its lock
 
 
@@ -43,6 +45,13 @@ def explanation(error: BaseException) -> str | None:
     return None
 
 
+def tell_torchrun(message: str) -> None:
+    """Set what torchrun's own report says of this rank if it fails."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # of a full disk
+            json.dump({"message": message, "timestamp": int(time.time())}, file)
+
+
 def run_stage(main) -> None:
     """Call main() and exit with the code that it returns, or 0.
 
@@ -51,17 +60,21 @@ def run_stage(main) -> None:
     as one leaves, so that what all of them met is printed once, and what follows from another's end is not.
     """
     first, alone = os.environ.get("LOCAL_RANK", "0") == "0", ""
+    tell_torchrun(KILLED)
     try:
         code = main() or 0
+        tell_torchrun(f"ended with exit code {code}")
     except Complete as complete:
         print(f"found   {complete}")
         code = 0
     except KeyboardInterrupt:
         if first:
             Progress.write("interrupted: unfinished output was removed, checkpoints are kept", sys.stderr)
+        tell_torchrun("interrupted")
         code = 130
     except BaseException as error:
         message = explanation(error)
+        tell_torchrun(message or repr(error))
         if "LOCAL_RANK" in os.environ and not (first and message) and not isinstance(error, SystemExit):
             time.sleep(PATIENCE)
             alone = "" if first else f"rank {os.environ['RANK']}: "

@@ -1,4 +1,4 @@
-"""Flags of the stages: a parser with a manual, argument types, and errors of one line."""
+"""The command line shared by all stages: its parser, the types of its arguments, rows of flags."""
 
 import argparse
 import difflib

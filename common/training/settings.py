@@ -16,7 +16,8 @@ from common.models.load import bos_prefix, load_config, load_tokenizer
 from common.run.artifact import Started
 from common.run.errors import UserError
 from common.run.flags import Cases, Flag, named
-from common.training import checkpoints, engine, hardware, plan
+from common.run.kinds import SOURCE
+from common.training import checkpoints, engine, memory
 from common.training.conversion import HUB_COMMITS, Conversion, TrainingRun
 from common.training.engine import Schedule
 from common.training.heldout import Heldout, heldout_texts, load_heldout
@@ -26,7 +27,8 @@ from common.training.students import Rates
 from common.training.teacher import check_teacher, find_teacher
 
 TEXT_LENGTH = 512  # tokens per sample of text, if the model has that many positions
-TEACHER_EPOCHS = 2
+TEACHER_EPOCHS, TEACHER_WARMUP = 2, 16  # published: epochs over samples with answers, steps
+CLIP = 1.0  # maximum gradient norm
 SHORTEST_ROW = {False: 2048, True: 4096}  # tokens of a packed row; on GPUs longer ones, where memory suffices
 OF_LENGTH = ("batch", "warmup", "teacher_warmup")  # flags whose default make_schedules chooses
 
@@ -65,8 +67,8 @@ def defaults_of(flags: list[Flag], conversion: Conversion, tasks: str | None) ->
     measured on a model of 135M parameters, nothing larger. For the demo model: its own.
     """
     case = "text" if tasks == NONE else "published"
-    defaults = {flag.attribute: getattr(flag.default, case) for flag in flags
-                if isinstance(flag.default, Cases)}
+    defaults = {"teacher_warmup": TEACHER_WARMUP} | {
+        flag.attribute: getattr(flag.default, case) for flag in flags if isinstance(flag.default, Cases)}
     if conversion.model["name"] == DEMO:
         own = training_defaults()
         defaults |= own if tasks != NONE else {"teacher_steps": own["teacher_steps"]}
@@ -82,9 +84,9 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
     """
     demo = conversion.model["name"] == DEMO
     filled = argparse.Namespace(**vars(args))
-    epochs = {"steps": args.epochs, "teacher_steps": args.teacher_epochs}
     for name, value in defaults.items():
-        if getattr(filled, name) is None and name not in OF_LENGTH and epochs.get(name) is None:
+        in_epochs = name == "steps" and args.epochs is not None
+        if getattr(filled, name, None) is None and name not in OF_LENGTH and not in_epochs:
             setattr(filled, name, value)
     filled.tasks = args.tasks or default_sources(demo)[0]
     filled.text = args.text or ([DEMO] if demo else [])
@@ -106,15 +108,15 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
 def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, cuda: bool,
                    has_teacher: bool) -> dict[str, Schedule]:
     """The schedules of the "teacher" (unless it is given) and of the "student". args: with these defaults."""
-    common = {"clip": args.clip, "seed": args.seed, "save_steps": args.save_steps,
+    common = {"clip": CLIP, "seed": args.seed, "save_steps": args.save_steps,
               "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
               "tokens_per_microbatch": args.tokens_per_microbatch or SHORTEST_ROW[cuda],
               "loss_chunk": args.loss_chunk}
     schedules = {}
     if not (has_teacher and args.teacher):
-        epochs, batch = args.teacher_epochs or TEACHER_EPOCHS, args.teacher_batch
-        steps = args.teacher_steps or engine.epochs_to_steps(epochs, len(pool.answered), batch)
-        warmup = args.teacher_warmup or engine.warmup_for(defaults["teacher_warmup"], steps, share=5)
+        batch = args.teacher_batch
+        steps = args.teacher_steps or engine.epochs_to_steps(TEACHER_EPOCHS, len(pool.answered), batch)
+        warmup = engine.warmup_for(defaults["teacher_warmup"], steps, share=5)
         schedules["teacher"] = Schedule(steps, batch, warmup, **common)
     steps, batch = args.steps, args.batch or defaults["batch"] or engine.batch_for(len(pool))
     if not steps:

@@ -17,7 +17,7 @@ from common.run import errors, flags, progress
 from common.run.errors import UserError
 from common.run.progress import Progress
 from runs import run
-from torchrun import ROOT
+from torchrun import ROOT, launcher
 
 MANUAL = """Stage 0: count things.
 
@@ -215,7 +215,7 @@ def test_ranks_alone_skip_the_interpreters_shutdown(monkeypatch):
 
 
 RANKS = """
-import sys, time
+import os, signal, sys, time
 import torch.distributed as dist
 from common.run.errors import UserError, run_stage
 from common.training.sharding import joined_ranks
@@ -227,6 +227,8 @@ def main():
             time.sleep(0 if ranks.rank else 2)
         if kind == "all" or kind == str(ranks.rank):
             raise UserError("the error")
+        if kind == "killed" and ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
 run_stage(main)
@@ -234,18 +236,22 @@ run_stage(main)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "line"), [("all", "error: the error"), ("1", "error: rank 1: the error")])
-def test_torchrun_shows_the_error(tmp_path, kind, line):
-    """The same on all ranks and last on the first; on one that others wait for."""
+@pytest.mark.parametrize(("kind", "lines", "report"), [
+    ("all", ["error: the error"], "the error"),  # last on the first
+    ("1", ["error: rank 1: the error"], "the error"),  # others wait for it
+    ("killed", [], errors.KILLED),
+])
+def test_torchrun_shows_the_error(tmp_path, kind, lines, report):
+    """On a line of its own, and at the end of torchrun's report."""
     script = tmp_path / "stage.py"
     script.write_text(RANKS)
-    words = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    words += ["--nproc-per-node", "2"]
-    done = subprocess.run([sys.executable, *words, script, kind], cwd=ROOT, capture_output=True, text=True,
+    done = subprocess.run([*launcher(2), script, kind], cwd=ROOT, capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60, check=False)
     assert done.returncode == 1 and "interrupted" not in done.stderr, done.stderr
-    assert [text for text in done.stderr.splitlines() if text.startswith("error: ")] == [line], done.stderr
+    assert [text for text in done.stderr.splitlines() if text.startswith("error: ")] == lines, done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr  # torchrun's own
+    cause = done.stderr.partition("Root Cause")[2].splitlines()
+    assert [text.partition(": ")[2] for text in cause if "traceback : " in text] == [report], done.stderr
 
 
 def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch, capsys):
