@@ -65,13 +65,16 @@ from common.run.artifact import (
     RECORD,
     Started,
     begin_stage,
+    difference,
+    field_fault,
     input_digests,
     read_record,
     verify_files,
     write_record,
 )
 from common.run.errors import UserError, run_stage
-from common.run.flags import Cases, Choice, Flag, Switch, stage_parser
+from common.run.files import read_json
+from common.run.flags import Cases, Choice, Flag, Switch, named, stage_parser
 from common.run.kinds import SOURCE
 from common.training import checkpoints, students
 from common.training.chunked import distillation_loss
@@ -350,11 +353,28 @@ def write_student(run: TrainingRun, schedule: Schedule, recorded: dict, inputs: 
           f"{run.started.clock()} s")
 
 
+def is_made_by(started: Started, directory: str, ranks) -> bool:
+    """Whether a training is complete, by this command and from these inputs: then nothing else is read, and
+    no data set of the hub is asked for. Raises UserError if its files are not as it wrote them.
+    """
+    record, same = read_json(os.path.join(directory, RECORD)), False
+    if ranks.first and isinstance(record, dict) and not field_fault(record, STAGE):
+        same = difference(started, record) is None
+        if same:
+            verify_files(directory, record)
+    return checkpoints.of_first_rank(same)
+
+
 def prune_train(args, started: Started, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     conversion = read_conversion(args.run, ranks, args.student)
-    flags = [flag for section in FLAGS.values() for flag in section]
-    settings, run = settle(args, flags, conversion, started, ranks)
+    directory = os.path.join(args.run, named("train", args.name))
+    if not args.force and is_made_by(replace(started, inputs=conversion.inputs), directory, ranks):
+        ranks.say(f"found   {directory}: complete, by this command and from these inputs; --force starts "
+                  "over")
+        return 0
+    table = [flag for section in FLAGS.values() for flag in section]
+    settings, run = settle(args, table, conversion, started, ranks)
     if settings.force:
         earlier = [] if settings.teacher else [run.teacher, run.teacher + ".train"]
         checkpoints.start_anew([run.directory, *earlier], ranks)

@@ -102,7 +102,7 @@ def of_another_time(content: bytes) -> bytes:
     ("05", "merged", None, "merged not found; run 04_align.py first"),
     ("05", "aligned/model.safetensors", flip, NOT_RECORDED),
     ("05 --force", "aligned/stage.json", of_another_time, "expected the artifact that 04_align.py read"),
-    ("05", "teacher/model.safetensors", flip, NOT_RECORDED),
+    ("05 --print-every 2", "teacher/model.safetensors", flip, NOT_RECORDED),
     ("05", "train", b"mine", "train: expected nothing or a directory, found a file"),
     ("05", "train/metrics.jsonl", longer, NOT_RECORDED),
     ("06 --force", "train", None, "train not found; run 05_prune_train.py first"),

@@ -163,7 +163,7 @@ def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
     done = run(STAGE, *command)
     assert f"resumes {home / 'train'} after step {step + 1}\n" in done.stdout
     assert_same_bits(home, finished_run)
-    assert "is complete; --force starts over" in run(STAGE, *command).stdout
+    assert "--force starts over" in run(STAGE, *command).stdout
 
 
 def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inputs, tmp_path, monkeypatch):
