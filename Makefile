@@ -45,7 +45,7 @@ test-release: .venv/ready
 	$(PYTEST) -m release
 
 # of the folder of tests/ that mirrors a file's: tests/method of common/method, tests/stages of the stages
-TESTS = $(patsubst tests/models/%/,tests/%,$(subst tests/./,tests/stages,$(addprefix tests/,$(dir $(FILES)))))
+TESTS = $(patsubst tests/common/%/,tests/%,$(subst tests/./,tests/stages,$(addprefix tests/,$(dir $(FILES)))))
 MODULES = $(subst /,.,$(FILES:.py=))
 
 mutants: .venv/ready
