@@ -96,7 +96,7 @@ def main():
     for half in ("bf16", "fp16"):  # products are summed in float32
         setattr(torch.backends.cuda.matmul, f"allow_{half}_reduced_precision_reduction", False)
     output = os.path.join(args.run, "calibration")
-    inputs = digests_of([args.model, args.text, args.chat], args.run)
+    inputs = digests_of([args.model, args.text, args.chat], args.run, "" if args.force else output)
     if os.path.isdir(args.model):
         inputs["model"] = fingerprint(args.model)
     started = begin_stage("01_calibrate.py", args, output, inputs=inputs)

@@ -128,7 +128,8 @@ def without_paths(record: dict) -> dict:
     if is_hub_name(model["name"]):
         named["name"] = model["name"]
     run = os.path.basename(os.path.abspath(arguments["run"]))
-    return record | {"model": model | named, "arguments": arguments | {"run": run}}
+    published = {name: value for name, value in record.items() if name != "model_from_run"}
+    return published | {"model": model | named, "arguments": arguments | {"run": run}}
 
 
 def write_layers(writer: CheckpointWriter, layers: Layers, tokens: torch.Tensor, layout: str | None = None,

@@ -114,7 +114,7 @@ def parse():
                              "(RUN/train/heldout.npy of stage 5), RUN/calibration (what it has not read of "
                              "its sources), or none to skip perplexity (default: c4; demo for the demo)")
     parser.add_argument("--chat", metavar="SOURCE",
-                        help=f"also compare answers of chats: hf:NAME[:CONFIG] (its held-out part), a "
+                        help="also compare answers of chats: hf:NAME[:CONFIG[:SPLIT]] (its held-out part), a "
                              f"{TABLE_NAMES} file with a column messages, or stage 5's "
                              "RUN/train/heldout_chats.jsonl")
     parser.add_argument("--sequences", type=flags.positive, default=32,
@@ -315,7 +315,8 @@ def main():
     checkpoints = choose_checkpoints(args)
     described = {name: describe(path) for name, path in checkpoints.items()}
     inputs = {name: model["fingerprint"] for name, model in described.items()}
-    inputs |= digests_of([args.text, args.chat, args.prompts, *task_files(args.tasks)], args.run)
+    texts = [args.text, args.chat, args.prompts, *task_files(args.tasks)]
+    inputs |= digests_of(texts, args.run, "" if args.force or args.update else output)
     inputs |= input_digests(args.run, [args.text] if is_calibration(args.text or "") else [])
     try:
         started = begin_stage("07_eval.py", args, output, inputs=inputs)

@@ -3,13 +3,10 @@
 import itertools
 import json
 import os
-import signal
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import cached_property
-
-from jinja2 import sandbox
 
 from common.data.data_sets import DATA_SET, is_data_set
 from common.data.rows import TABLE_NAMES, TABLES, Sample, abbreviated, column, read_rows, text_column
@@ -18,10 +15,7 @@ from common.models.weights import first_line
 from common.run.errors import UserError
 from common.run.progress import Progress
 
-RENDERED, RENDER_SECONDS = 10**7, 10  # that a template may take: a thousand times what a long chat does
 TOKENS = "segments"  # column of tokenized chats: lists of token ids, prompt and answer in turn
-AVERAGE_SECONDS = 0.1  # that it may take each time, beyond the first RENDER_SECONDS
-sandbox.MAX_RANGE = 1000  # of templates, which are other people's programs; jinja2's is 100000, and they nest
 # Put before every template: the same chats must give the same tokens tomorrow.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro +%}"
 
@@ -48,9 +42,9 @@ def load_chats(source: str, tokenizer, longest: int, split: str = TRAIN, most: i
                tokens: int | None = None) -> tuple[list[Sample], str]:
     """Samples of the chats in a part of a source, and a one-line description of what was read.
 
-    source: a .jsonl, .json, .json.gz or .parquet file, or hf:NAME[:CONFIG], with a column "messages", a list
-    of {"role": ..., "content": ...}. A sample has the token ids of tokenizer.apply_chat_template (with a
-    fixed date), at most `longest` of them; those without an answer there are left out. Its answers are what
+    source: a .jsonl, .json, .json.gz or .parquet file, or hf:NAME[:CONFIG[:SPLIT]], with a column "messages",
+    a list of {"role": ..., "content": ...}. A sample has the token ids of tokenizer.apply_chat_template (with
+    a fixed date), at most `longest` of them; those without an answer there are left out. Its answers are what
     the template renders for assistant messages after a generation prompt, end of turn included; the rest, an
     assistant message that opens the chat included, is prompt. A thought that the generation prompt opens and
     finished turns do not show is in neither. A chat is one sample, or one per answer if the template rewrites
@@ -116,10 +110,10 @@ def load_tokenized(path: str, vocabulary: int, most: int) -> tuple[list[Sample],
 
 
 class Template:
-    """A tokenizer's chat template, with a fixed date, and the seconds that rendering may take next time."""
+    """A tokenizer's chat template, with a fixed date."""
 
     def __init__(self, tokenizer, text: str):
-        self.tokenizer, self.text, self.seconds = tokenizer, FIXED_DATE + text, RENDER_SECONDS
+        self.tokenizer, self.text = tokenizer, FIXED_DATE + text
 
     @cached_property
     def thought(self) -> str:
@@ -169,27 +163,14 @@ def _messages(row: dict) -> list[dict]:
 def apply_template(messages: list[dict], template: Template, prompting: bool) -> str:
     """Messages as text. prompting: with the beginning of an answer.
 
-    Templates are programs: raises ValueError for one that fails in any way, renders more than RENDERED
-    characters or what is not text, does not end, or takes more than AVERAGE_SECONDS again and again.
+    Templates are programs, which transformers runs in a sandbox: raises ValueError for one that fails in any
+    way, or renders what is no text.
     """
-
-    def interrupt(number, frame):
-        raise TimeoutError(f"it takes more than {RENDER_SECONDS} s, or {AVERAGE_SECONDS} s on average")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, template.seconds)
     try:
         text = template.tokenizer.apply_chat_template(messages, chat_template=template.text, tokenize=False,
                                                       add_generation_prompt=prompting)
     except Exception as error:
         raise ValueError(f"refused by the tokenizer's chat template: {first_line(error)}") from error
-    finally:
-        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        template.seconds = min(RENDER_SECONDS, left + AVERAGE_SECONDS)
-    if len(text) > RENDERED:
-        raise ValueError(f"expected at most {RENDERED} characters from the tokenizer's chat template, "
-                         f"found {len(text)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

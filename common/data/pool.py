@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -77,9 +78,11 @@ def load_pool(sources: Sources, context: DataContext) -> Pool:
     answered = load_tasks(sources, tokenizer, positions, ranks) if sources.tasks != NONE else []
     # files first: a fault in one is found before minutes of generating
     chat_files = [source for source in sources.chat if not is_generated(source)]
-    loaded = {source: load_chats(source, tokenizer, positions, TRAIN,
-                                 tokens=sources.text_tokens if is_endless(source) else None)
-              for source in chat_files}
+    loaded = {}
+    for source in chat_files:
+        tokens = sources.text_tokens if is_endless(source) else None
+        loaded[source] = context.kept(source, [TRAIN, tokens], partial(
+            load_chats, source, tokenizer, positions, TRAIN, tokens=tokens))
     texts = load_texts(sources, context, tokenizer) if sources.text else ()
     for source in sources.chat:
         samples, description = loaded.get(source) or generate_chats(source, sources, context)

@@ -26,7 +26,7 @@ ROWS = 256  # of a parquet file in memory at a time
 
 def read_rows(path: str) -> Iterator[tuple[str, dict]]:
     """Yield (place, row) for every row: ("line 1", ...) from JSON Lines, ("row 0", ...) from parquet and from
-    a data set of the hub, hf:NAME[:CONFIG], which is streamed.
+    a data set of the hub, hf:NAME[:CONFIG[:SPLIT]], which is streamed.
 
     Raises UserError for what cannot be read as its name says, or has no rows.
     """

@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from numpy.lib.format import write_array_header_1_0
 
-from common.data.data_sets import DATA_SET, commit_of, is_data_set, rows_of
+from common.data.data_sets import COMMITS, DATA_SET, commit_of, is_data_set, rows_of
 from common.data.demo import DEMO, demo_home
 from common.data.rows import TABLE_NAMES, TABLES, Sample, read_rows, text_column
 from common.models.load import bos_prefix
 from common.models.weights import first_line
-from common.run.artifact import remember_inputs
+from common.run.artifact import RECORD, remember_inputs
 from common.run.errors import UserError
-from common.run.files import open_text, stamp, write_file
+from common.run.files import open_text, read_json, stamp, write_file
 from common.run.progress import Progress
 
 TRAIN, HELDOUT, EVALUATION = "train", "heldout", "evaluation"
@@ -75,7 +75,7 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int,
                 split: str = TRAIN) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
-    source: "c4" or hf:NAME[:CONFIG] (streamed from the hub), "demo", a .txt file, or a .jsonl, .json,
+    source: "c4" or hf:NAME[:CONFIG[:SPLIT]] (streamed from the hub), "demo", a .txt file, or a .jsonl, .json,
     .json.gz or .parquet file with a column "text", or a .npy file of tokens, which may have fewer. split:
     TRAIN, HELDOUT or EVALUATION. A begin-of-sequence token, by bos_prefix, is one of the `length` tokens.
     Rows of a .npy file that all begin with it stay as they are.
@@ -335,9 +335,16 @@ def version_of(source: str) -> str | None:
     return stamp(source)["sha256"] if os.path.isfile(source) else None
 
 
-def digests_of(sources, run: str) -> dict[str, str]:
-    """Source as given -> version_of it, for those that have one; sources that are not given are None."""
+def digests_of(sources, run: str, output: str = "") -> dict[str, str]:
+    """Source as given -> version_of it, for those that have one; sources that are not given are None.
+
+    output: an artifact that may be complete; a data set of the hub is read at the commit that it was made of.
+    """
     remember_inputs(run)
+    record = read_json(os.path.join(output, RECORD)) if output else None
+    for name, version in record.get("inputs", {}).items() if isinstance(record, dict) else ():
+        if is_data_set(name):
+            COMMITS.setdefault(name, version)
     names = [source.removeprefix(f"{GENERATED}:") for source in sources if source]
     return {name: version for name in names if (version := version_of(name))}
 

@@ -127,12 +127,14 @@ def describe(path: str, name: str | None = None) -> dict:
 
 
 def source_model(record: dict, run: str) -> dict:
-    """The source model in an artifact's record. run: its run directory.
+    """The source model in an artifact's record. run: its run directory, with which it may have moved.
 
     Raises UserError if it is missing or has changed.
     """
     recorded, path = record["model"], record["model"]["path"]
     remember_inputs(run)
+    if not os.path.isdir(path):
+        path = os.path.normpath(os.path.join(run, record.get("model_from_run", path)))
     if not os.path.isdir(path):
         raise UserError(f"model {path}: expected the directory that 01_calibrate.py read, found none")
     model = describe(path, recorded["name"])

@@ -79,6 +79,7 @@ class Started:
             "flags": self.flags,
             "arguments": {name: value for name, value in vars(self.args).items() if name != "force"},
             "model": model,
+            "model_from_run": os.path.relpath(model["path"], self.args.run),  # where both may have moved
             "inputs": self.inputs,
             "packages": package_versions(PACKAGES),
             "commit": source_commit(),

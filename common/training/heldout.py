@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -161,9 +162,14 @@ def heldout_texts(sources: Sources, context: DataContext) -> list[Sample]:
             if stamp(path)["sha256"] == stamp(source)["sha256"]:
                 raise UserError(f"--heldout-text {source}: expected text that is not in --text, found the "
                                 f"same in {path}")
-    tokens, description = read_sequences(source, None, context, count, length, EVALUATION)
+
+    def read() -> tuple[list[Sample], str]:
+        tokens, description = read_sequences(source, None, context, count, length, EVALUATION)
+        return [Sample(ids) for ids in tokens.tolist()], description
+
+    samples, description = context.kept(source, ["held out", count, length], read)
     context.ranks.say(f"reads   {description}; held out")
-    return [Sample(ids) for ids in tokens.tolist()]
+    return samples
 
 
 def split_texts(sources: Sources, context: DataContext, count: int) -> list[Sample]:
@@ -183,8 +189,9 @@ def split_texts(sources: Sources, context: DataContext, count: int) -> list[Samp
                 rows = []
         else:
             share = heldout_share(source, texts, count)
-            rows = packed_rows(source, tokenizer, share, length - len(prefix), HELDOUT)
-            rows = [prefix + row for row in rows]
+            found, _ = context.kept(source, ["texts", share, length], partial(
+                held_out_rows, source, tokenizer, share, length - len(prefix)))
+            rows = [prefix + sample.prompt for sample in found]
         samples += map(Sample, rows)
         say_held_out(context, source, len(rows), f"texts of {length} tokens")
     return samples[:count]
@@ -212,13 +219,24 @@ def heldout_chats(sources: Sources, context: DataContext) -> list[Sample]:
         else:
             positions = load_config(context.model).max_position_embeddings
             share = heldout_share(source, chats, count)
-            try:
-                found, _ = load_chats(source, context.tokenizer(), positions, HELDOUT, most=share)
-            except TooShort:
-                found = []
+            found, _ = context.kept(source, ["chats", share], partial(
+                held_out_chats, source, context.tokenizer(), positions, share))
         samples += found
         say_held_out(context, source, len(found), "chats")
     return samples[:count]
+
+
+def held_out_rows(source: str, tokenizer, count: int, length: int) -> tuple[list[Sample], str]:
+    """At most `count` texts of a source's held-out part, for DataContext.kept."""
+    return [Sample(row) for row in packed_rows(source, tokenizer, count, length, HELDOUT)], ""
+
+
+def held_out_chats(source: str, tokenizer, longest: int, count: int) -> tuple[list[Sample], str]:
+    """At most `count` chats of a source's held-out part, for DataContext.kept."""
+    try:
+        return load_chats(source, tokenizer, longest, HELDOUT, most=count)
+    except TooShort:
+        return [], ""
 
 
 def say_held_out(context: DataContext, source: str, count: int, kind: str) -> None:

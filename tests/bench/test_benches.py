@@ -1,21 +1,15 @@
 """The benches run, compare like with like, and end with the JSON that bench/RESULTS.md is made of."""
 
 import argparse
-import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from bench import draft, train_step, transform
-from common.data.text import EVALUATION, load_tokens
-from common.evaluation.evaluate import perplexity
-from common.models.load import load_model, load_tokenizer
+from bench import train_step, transform
 from common.run.errors import UserError
 from common.training.memory import USABLE, StepMemory, Student, Workload
-from models import save_tiny
 from pipelines.cost import parse_hardware, step_cost
-from runs import copy_run, expect_error, last_line, run
+from runs import last_line, run
 
 pytestmark = pytest.mark.slow
 
@@ -141,45 +135,3 @@ def test_both_ways_of_the_transform_agree():
     expected = [float(ours.measured[f"{kind}.{name}"][0, 3]) for kind in ("key", "value")
                 for name in ("cos.before", "cos.after", "dist.after")]
     assert direct.similarities(0, 3) == pytest.approx(expected, rel=1e-4)
-
-
-def test_recovery_bench(inputs, aligned_run, tmp_path):
-    """A student at no learning rate is its merged model."""
-    home, out, text = tmp_path / "merged", tmp_path / "out", Path(inputs["text"]).read_text()
-    train, heldout = tmp_path / "train.txt", tmp_path / "heldout.txt"
-    train.write_text(4 * text[: len(text) // 2])
-    heldout.write_text(text[len(text) // 2 :])
-    texts = "--text", train, "--heldout", heldout, "--length", 32
-    start = copy_run(aligned_run, home / "paper")
-    tokens, _ = load_tokens(str(heldout), load_tokenizer(inputs["model"]), 32, 32, EVALUATION)
-    paths = {"source": inputs["model"], "paper": str(start / "merged")}
-    untrained = {name: {"perplexity": perplexity(load_model(path), tokens)} for name, path in paths.items()}
-    (home / "starts.json").write_text(json.dumps(untrained))
-
-    words = ["bench/recovery.py", "--run", home, "--out", out, "--starts", "paper", *texts,
-             "--heldout-sequences", 32, "--batch", 2, "--dtype", "float32", "--budgets", 200, "--lr", "1e-9"]
-    run(*words)
-    trained = json.loads((out / "recovery.json").read_text())["trained"]["paper, masks off"]["200"]
-    assert trained["0"]["perplexity"] == pytest.approx(untrained["paper"]["perplexity"], rel=1e-4)
-    assert 0 <= trained["0"]["agreement"] <= 1 and not (out / "training").exists()
-    assert trained["0"]["open_masks"] is None
-    assert "paper, no masks" in (out / "recovery.md").read_text()
-    expect_error("expected the merged models of make smollm2", "bench/recovery.py", "--run", tmp_path)
-
-
-def test_the_tokens_expected_of_a_pass():
-    """(1 - a^(g + 1)) / (1 - a), and g + 1 of a draft that always agrees."""
-    assert draft.expected_tokens(0.6, 3) == pytest.approx((1 - 0.6**4) / 0.4)
-    assert draft.expected_tokens(1.0, 4) == 5 and draft.expected_tokens(0.0, 4) == 1
-
-
-def test_a_source_is_a_draft_of_itself_that_always_agrees(inputs, tmp_path):
-    other = save_tiny(tmp_path / "other", seed=1)
-    for model, agrees in ((inputs["model"], True), (other, False)):
-        printed = run("bench/draft.py", inputs["model"], model, "--tokens", 12, "--draft-tokens", 2, 3).stdout
-        agreement, *lines = printed.splitlines()
-        assert agreement.startswith("agreement 1.000 on 144 tokens; ") == agrees
-        for line, count in zip(lines, (3, 4), strict=True):  # 12 tokens are 4 passes, or 3
-            assert line.startswith(f"drafts of {count - 1}: {count}.00 tokens per pass, predicted "
-                                   f"{count}.00; 12 of 12 texts equal; ") == agrees
-            assert "; 12 of 12 texts equal; " in line

@@ -1,13 +1,16 @@
 """Data sets of the hub as text and chats: rows arrive as they are read; a refusal says what is missing."""
 
 import itertools
+import os
+from types import SimpleNamespace
 
+import datasets
 import pytest
 
 from common.data import data_sets
 from common.data.chat import load_chats
-from common.data.rows import read_rows
-from common.data.sources import check_sources, hub_commits
+from common.data.rows import Sample, read_rows
+from common.data.sources import DataContext, check_sources, hub_commits
 from common.data.text import EVALUATION, HELDOUT, TRAIN, digests_of, read_documents
 from common.run.errors import UserError
 from hub import LOGIN, RESTRICTED, save_data_set, serving
@@ -73,12 +76,75 @@ def test_a_stage_that_is_complete_stays_so_at_a_later_commit(data_set, inputs, t
     expect_error("already exists, made with --text 'hf:acme/data:text', not ", *command, inputs["text"])
 
 
+def test_another_split_is_read_and_rows_with_a_null_are_skipped_and_counted(tmp_path, monkeypatch, capsys):
+    """Of the columns that are read; another one, here of pictures, is not decoded."""
+    rows = {"messages": [CHATS[0], None, CHATS[1]], "picture": [b"no picture"] * 3}
+    features = datasets.Features({"messages": [{"role": datasets.Value("string"),
+                                                "content": datasets.Value("string")}],
+                                  "picture": datasets.Value("binary")})
+    loaded = datasets.Dataset.from_dict(rows, features).cast_column("picture", datasets.Image())
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: (
+        asked.append((*names, options["split"])) or loaded.to_iterable_dataset()))
+    monkeypatch.setitem(data_sets.COMMITS, "hf:a/b:c:train_sft", "a" * 40)
+    assert [row["messages"] for _, row in read_rows("hf:a/b:c:train_sft")] == CHATS[:2]
+    assert asked == [("a/b", "c", "train_sft")] and "1 rows with a null, skipped" in capsys.readouterr().out
+
+
+def test_a_folder_of_its_name_is_no_data_set_of_the_hub(data_set, tmp_path, monkeypatch):
+    save_lines(tmp_path / "mine.jsonl", ["mine"])
+    (tmp_path / "here" / "acme" / "data").mkdir(parents=True)
+    (tmp_path / "mine.jsonl").rename(tmp_path / "here" / "acme" / "data" / "mine.jsonl")
+    monkeypatch.chdir(tmp_path / "here")
+    assert next(read_rows("hf:acme/data:text"))[1] == {"text": DOCUMENTS[0]}
+    assert os.getcwd() == str(tmp_path / "here")
+
+
+@pytest.mark.parametrize(("status", "answers"), [(429, 5), (503, 5), (404, 1)])
+def test_a_busy_hub_is_asked_again_from_where_it_was(monkeypatch, status, answers):
+    """Some times, and longer apart each time; one that says no is not."""
+    waited, reads = [], []
+    monkeypatch.setattr(data_sets.time, "sleep", waited.append)
+
+    def read():
+        reads.append(None)
+        yield from range(len(reads))
+        answer = OSError("busy")
+        answer.response = SimpleNamespace(status_code=status)
+        raise OSError("no answer") from answer
+
+    rows = data_sets._patiently("a/b", read)
+    found = []
+    with pytest.raises(UserError, match="cannot read the data set a/b from the hub .no answer"):
+        for row in rows:
+            found.append(row)
+    assert found == list(range(answers)) and waited == [2, 4, 8, 16][: answers - 1]
+
+
+def test_samples_of_the_hub_are_read_by_the_first_rank_once(data_set, inputs, tmp_path):
+    """A training that goes on asks the hub for nothing."""
+    context = DataContext(inputs["model"], str(tmp_path / "run"), "cpu")
+    reads = []
+
+    def read():
+        reads.append(None)
+        return [Sample([1, 2], [3]), Sample([4])], "two samples"
+
+    for again in (context, DataContext(inputs["model"], str(tmp_path / "run"), "cpu")):
+        samples, description = again.kept("hf:acme/data:text", ["texts"], read)
+        assert [list(map(list, sample.segments)) for sample in samples] == [[[1, 2], [3]], [[4]]]
+        assert description == "two samples" and len(reads) == 1
+    context.kept("hf:acme/data:text", ["chats"], read)
+    context.kept("a.jsonl", ["texts"], read)
+    assert len(reads) == 3
+
+
 UNREADABLE = "cannot read the data set {} from the hub ("
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "message"), [
-    ("hf:acme/data:", "expected a data set of the hub as hf:NAME[:CONFIG], found hf:acme/data:"),
+    ("hf:acme/data:", "expected a data set of the hub as hf:NAME[:CONFIG[:SPLIT]], found hf:acme/data:"),
     ("hf:acme/none", UNREADABLE.format("acme/none") + "404 Client Error. Repository Not Found for url: "),
     ("hf:acme/data", UNREADABLE.format("acme/data") + "Config name is missing. Please pick one among the "
      "available configs: ['text', 'chats']"),

@@ -363,8 +363,8 @@ def test_data_that_cannot_be_trained_on_is_refused(aligned_run, inputs, tmp_path
         expect_error(f"{source}: expected --text-tokens", STAGE, *base, flag, source, *steps)
     expect_error("nothing.txt: not found", STAGE, *base, "--text", "generated", "nothing.txt",
                  "--text-tokens", "400", *steps)  # before generating
-    expect_error("chats nothing.jsonl: expected hf:NAME[:CONFIG] or a .jsonl,", STAGE, *base, "--text",
-                 "generated", "--chat", "nothing.jsonl", "--text-tokens", "400", *steps)
+    expect_error("chats nothing.jsonl: expected hf:NAME[:CONFIG[:SPLIT]] or a .jsonl,", STAGE, *base,
+                 "--text", "generated", "--chat", "nothing.jsonl", "--text-tokens", "400", *steps)
     expect_error("--text-length: expected 2 to 256 tokens", STAGE, *base, "--text-length", "257")
     assert sorted(os.listdir(home)) == before
     message = f"--teacher {missing}: expected one that exists, or source, as text has no answers"

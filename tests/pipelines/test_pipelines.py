@@ -47,7 +47,7 @@ def shown(commands: list[list[str]], run) -> list[str]:
 
 LAUNCHER = "-m torch.distributed.run --standalone --nproc-per-node {} --shutdown-timeout 600"
 CONVERT = ["convert.sh"]
-FOUND = "TEXT, CHAT: expected generated, c4, hf:NAME[:CONFIG], none or files, found "
+FOUND = "TEXT, CHAT: expected generated, c4, hf:NAME[:CONFIG[:SPLIT]], none or files, found "
 
 
 @pytest.mark.parametrize(("names", "settings", "message"), [

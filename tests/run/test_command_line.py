@@ -39,7 +39,7 @@ def parser() -> flags.StageParser:
     return made
 
 
-COMMANDS = ["pipelines/smollm2", "pipelines/table6", "bench/answers", "bench/loss", "bench/recovery",
+COMMANDS = ["pipelines/smollm2", "pipelines/table6", "bench/answers", "bench/loss",
             "bench/retrieval", "bench/train_step", "bench/transform"]
 
 

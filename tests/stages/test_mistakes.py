@@ -36,7 +36,7 @@ def words_of(command: str, home: Path, inputs: dict[str, str]) -> list:
 
 @pytest.mark.parametrize(("command", "message"), [
     ("01 --force --model no/such-model", "neither a directory nor a hub repository"),
-    ("01 --force --text missing.txt", "expected c4, demo, hf:NAME[:CONFIG], or"),
+    ("01 --force --text missing.txt", "expected c4, demo, hf:NAME[:CONFIG[:SPLIT]], or"),
     ("01 --force --sequences 4000", "expected 4000 x 64 = 256000 tokens in its training part, found"),
     ("01 --force --bos", "--bos: expected a tokenizer with a begin-of-sequence token, found none"),
     ("02 --run RUN/nowhere", "calibration not found; run 01_calibrate.py first"),
