@@ -40,17 +40,17 @@ from functools import partial
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.closed_form.refit import ERRORS, Refit
 from common.data.sources import DataContext, begun, read_sequences, read_unread, unread_length
 from common.data.text import EVALUATION, digests_of
-from common.evaluation.equivalence import max_difference, mean_kl, perplexity_of, require_close
 from common.method.procrustes import align_layer, within_group_cosine
 from common.models.calibration import Calibration
 from common.models.edits import fuse_groups, merge_layer, merged_config
+from common.models.equivalence import max_difference, mean_kl, perplexity_of, require_close
 from common.models.families import key_context, merged_parameters, norm_kind
 from common.models.layers import CheckpointWriter, Layers
 from common.models.load import empty_model, load_config, pick_device, source_model, weight_dtype
 from common.models.merging import choose_merges
+from common.models.refit import ERRORS, Refit
 from common.run.artifact import (
     RECORD,
     Parts,

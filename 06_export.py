@@ -27,13 +27,13 @@ from statistics import mean
 
 import torch
 
-from common.closed_form.cache_basis import CacheSamples, change_basis, fit_basis
 from common.data.text import NONE
-from common.evaluation.equivalence import max_difference, require_close
 from common.evaluation.evaluate import require_finite
 from common.models import proof
+from common.models.cache_basis import CacheSamples, change_basis, fit_basis
 from common.models.calibration import Calibration
 from common.models.edits import merged_config
+from common.models.equivalence import max_difference, require_close
 from common.models.layers import CheckpointWriter, Layers
 from common.models.load import is_hub_name, load_config, load_tokenizer, weight_dtype
 from common.models.quantized_cache import BLOCK, LAYOUTS, attention_with, has_blocks

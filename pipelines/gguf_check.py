@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 from common.data.text import EVALUATION, load_tokens
 from common.evaluation import evaluate
-from common.evaluation.equivalence import perplexity_of
+from common.models.equivalence import perplexity_of
 from common.models.families import geometry
 from common.models.load import load_config, load_model, load_tokenizer
 from common.models.quantized_cache import has_blocks, parse_cache, quantized

@@ -13,7 +13,6 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-from common.closed_form.refit import Refit
 from common.method.grouping import ITERATIONS, RESTARTS, anneal, default_groups
 from common.method.procrustes import align_layer
 from common.method.stats import LayerGrams
@@ -24,6 +23,7 @@ from common.models.families import check_kv_heads, geometry, key_context
 from common.models.layers import Layers
 from common.models.load import empty_model, load_config, materialize
 from common.models.merging import choose_merges, score_pairs, similarity_by
+from common.models.refit import Refit
 from common.run.errors import UserError
 from common.run.kinds import BY, MERGES, REFITS
 

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from common.data.chat import apply_template, fixed_template
 from common.data.rows import Sample
-from common.evaluation.equivalence import compare, perplexity_from, perplexity_of, ratio, sequence_losses
 from common.method.losses import cross_entropy
+from common.models.equivalence import compare, perplexity_from, perplexity_of, ratio, sequence_losses
 from common.models.forward import attention_alone, replaced
 from common.models.head import Head, head_of
 from common.models.load import bos_prefix, end_tokens

@@ -11,13 +11,15 @@ from common.models.load import is_hub_name
 from common.models.quantized_cache import LAYOUTS
 from common.reporting.tables import markdown_text
 from common.run.files import read_text, write_text
-from common.run.kinds import BY, MASKS, MERGES, REFITS, SOURCE
+from common.run.kinds import BY, MERGES, REFITS, SOURCE
 from common.training.lines import OPEN_MASKS, START, heldout_kls
+from common.training.mask_state import MASKS
 
 TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
 QUANTIZED = re.compile(r"([-.](i?q\d\w*|b?f(16|32)))?\.gguf$", re.IGNORECASE)  # at the end of a file's name
 ARXIV = "2412.20677"
 CARD = "README.md"
+MASKLESS = "the merged model was trained directly, without masks"
 SCORES, END_OF_SCORES = "<!-- scores -->", "<!-- /scores -->"  # stage 7 writes between them
 PAPER = f"[Align Attention Heads Before Merging Them](https://arxiv.org/abs/{ARXIV}) (Jin et al., EMNLP 2025)"
 
@@ -176,7 +178,7 @@ def _training(trained: dict, exported: dict) -> dict:
         "batch": trained["batch"],
         "tokens": f"{trained['tokens']:,}",
         "learning_rate": f"{trained['lr']:g}",
-        "masks": MASKS[trained["masks"]] + (f"; {opened} masks had not closed when all were removed"
+        "masks": (MASKS[trained["masks"]].CARD if trained["masks"] in MASKS else MASKLESS) + (f"; {opened} masks had not closed when all were removed"
                                             if opened else ""),
         "metrics": (f"KL to the teacher, on what was held out: {'; '.join(metrics)}." if metrics else
                     f"Last loss: {trained['loss']:.4f}."),

@@ -39,11 +39,6 @@ REFITS = {
     "output": "each W_O refitted by least squares",
     "attention": "the attention of each layer refitted to the source's",
 }
-MASKS = {
-    "l0-released": "L0 masks as in the authors' code moved each head from its own projections to its group's",
-    "l0": "L0 masks moved each head from its own projections to its group's",
-    "off": "the merged model was trained directly, without masks",
-}
 SOURCE = "source"  # the teacher of stage 5, where it is the untouched source model
 
 

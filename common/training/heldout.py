@@ -25,7 +25,7 @@ from common.data.text import (
     is_generated,
     packed_rows,
 )
-from common.evaluation.equivalence import compare
+from common.models.equivalence import compare
 from common.models.head import head_of
 from common.models.load import bos_prefix, load_config
 from common.run.errors import UserError

@@ -15,12 +15,16 @@ def switch_step(steps: int) -> int:
 
 
 class Masks:
-    """The masks of a training run: log_alpha [layers, kv heads], hard concrete as printed (Eq. 27-29)."""
+    """The masks of a training run: log_alpha [layers, kv heads], hard concrete as printed (Eq. 27-29).
+
+    CARD: what they did, for the model card.
+    """
 
     # The first gradients, of 1024 masks' expected size in Eq. 29, are about 1e-7, not negligible next to
     # Adam's default eps of 1e-8. While z is exactly 1 they come from Eq. 29 alone and are that small again:
     # with beta2 = 0.999, which remembers 1000 steps, a mask that the loss once kept open would never close.
     ADAM = {"betas": (0.9, 0.9), "eps": 1e-12, "weight_decay": 0.0}
+    CARD = "L0 masks moved each head from its own projections to its group's"
     kind = masks  # start, draw, deterministic and expected
 
     def __init__(self, replicated: Mapping[str, torch.Tensor], steps: int, seed: int):
@@ -60,6 +64,7 @@ class ReleasedMasks(Masks):
 
     # That code trains log_alpha / 1000 with an eps of 1e-8: gradients are 1000 times these.
     ADAM = {"betas": (0.9, 0.95), "eps": 1e-11, "weight_decay": 0.0}
+    CARD = "L0 masks as in the authors' code moved each head from its own projections to its group's"
     kind = released_masks
 
     def __init__(self, replicated: Mapping[str, torch.Tensor], steps: int, seed: int):

@@ -24,8 +24,8 @@ from dataclasses import replace
 
 import torch
 
-from common.evaluation.equivalence import max_difference, mean_kl, mean_nll
 from common.models import sidecars
+from common.models.equivalence import max_difference, mean_kl, mean_nll
 from common.models.load import load_config, load_tokenizer
 from common.run.artifact import digest, input_digests, verify_files, write_directory, write_record
 from common.run.errors import UserError, run_stage

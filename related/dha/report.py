@@ -21,8 +21,8 @@ import statistics
 import torch
 
 from common.data.text import EVALUATION, load_tokens
-from common.evaluation.equivalence import mean_kl, mean_nll
 from common.evaluation.evaluate import cache_bytes_per_token
+from common.models.equivalence import mean_kl, mean_nll
 from common.models.load import load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table

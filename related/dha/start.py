@@ -32,19 +32,19 @@ import torch
 
 from common.closed_form.keys import merge_rope_keys
 from common.closed_form.layer import key_fit, merging_loss
-from common.closed_form.refit import Refit
 from common.closed_form.values import merge_values, value_loss
 from common.data.text import load_tokens
-from common.evaluation.equivalence import mean_kl
 from common.method.grouping import anneal
 from common.method.procrustes import align_layer
 from common.method.stats import LayerGrams, group_blocks
 from common.models import sidecars
 from common.models.calibration import Calibration
 from common.models.edits import fuse_layer, head_columns, head_rows
+from common.models.equivalence import mean_kl
 from common.models.families import allowed_kv_heads, check_kv_heads, key_context
 from common.models.layers import Layers
 from common.models.load import describe, load_model, load_tokenizer
+from common.models.refit import Refit
 from common.run import flags
 from common.run.artifact import (
     begin_stage,

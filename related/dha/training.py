@@ -11,7 +11,7 @@ import torch
 from common.data.pool import samples_digest
 from common.data.rows import Sample
 from common.data.text import EVALUATION, TRAIN, load_tokens
-from common.evaluation.equivalence import max_difference, require_close
+from common.models.equivalence import max_difference, require_close
 from common.models.load import load_config, load_model
 from common.run.artifact import begin_stage
 from common.run.errors import UserError

@@ -32,8 +32,8 @@ import torch
 
 from common.data.demo import DEMO
 from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
-from common.evaluation.equivalence import max_difference
 from common.models import sidecars
+from common.models.equivalence import max_difference
 from common.models.load import describe, load_config, load_model, load_tokenizer, weight_dtype
 from common.run.artifact import begin_stage, write_directory, write_record
 from common.run.errors import UserError, run_stage

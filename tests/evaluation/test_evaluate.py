@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from common.data.rows import Sample
 from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, example_from_row, tokenize
-from common.evaluation import equivalence, evaluate
+from common.models import equivalence, evaluate
 from common.models.layers import Layers
 from common.models.load import load_model
 from common.run.errors import UserError

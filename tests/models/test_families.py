@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bench.families import small_config
-from common.closed_form.refit import ERRORS
 from common.data import decoding
 from common.data.rows import Sample
 from common.models.attention import window_mask
@@ -23,6 +22,7 @@ from common.models.forward import logits_of as logits_behind
 from common.models.layers import Layers
 from common.models.load import empty_model, load_config
 from common.models.proof import attach_pairs
+from common.models.refit import ERRORS
 from common.run.errors import UserError
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints, whole_weights

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from common.closed_form import refit as refitting
 from common.closed_form.layer import closed_form_layer, energy_lost
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, key_gram, to_unit
 from common.models import edits as fuse
 from common.models import layers
+from common.models import refit as refitting
 from common.models.calibration import Calibration
 from common.models.proof import attach_pairs
 from common.run.artifact import read_record
@@ -290,7 +290,7 @@ def test_a_16_bit_checkpoint_is_the_rotated_model_rounded_and_its_kl_is_recorded
 @pytest.mark.slow
 def test_a_16_bit_checkpoint_too_far_from_the_source_is_refused(bf16_run, tmp_path, monkeypatch):
     home = copy_run(bf16_run, tmp_path / "run")
-    monkeypatch.setattr("common.evaluation.equivalence.mean_kl", lambda first, second: 0.011)
+    monkeypatch.setattr("common.models.equivalence.mean_kl", lambda first, second: 0.011)
     message = "expected a KL of at most 0.01 from the source, found 1.10e-02"
     expect_error(message, "04_align.py", "--run", home, "--force")
 

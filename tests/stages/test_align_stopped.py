@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.closed_form import refit as refitting
+from common.models import refit as refitting
 from common.run.artifact import check_input, read_record
 from common.run.errors import UserError
 from runs import checkpoint_digests, copy_run, run, run_in_process

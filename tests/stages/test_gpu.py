@@ -23,12 +23,12 @@ from stand_in import StandIn, run
 
 from common.data.decoding import Decoder
 from common.data.generate import TEXT, Rows, sample
-from common.evaluation.equivalence import max_difference
 from common.method.losses import bild, cross_entropy, kl
 from common.method.procrustes import align_layer, key_overlap, value_overlap
 from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models import attention
 from common.models import load as models
+from common.models.equivalence import max_difference
 from common.models.head import Head
 from common.models.load import load_model
 from common.training import attention as training_attention

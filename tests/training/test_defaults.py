@@ -10,11 +10,10 @@ from common.data.demo import DEMO, training_defaults
 from common.data.pool import Pool
 from common.data.rows import Sample
 from common.models import blending
-from common.run import kinds
 from common.run.errors import UserError
 from common.run.files import write_json
 from common.run.flags import Cases
-from common.training import mask_state, memory, settings
+from common.training import memory, settings
 from common.training.conversion import Conversion, TrainingRun
 from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for
 from common.training.heldout import QUESTIONS
@@ -75,7 +74,6 @@ def test_published_numbers():
     assert OF_DEMO.keys() == PUBLISHED.keys() | {"steps", "teacher_steps", "teacher_warmup"}
     assert (settings.TEACHER_EPOCHS, settings.TEACHER_WARMUP, settings.CLIP) == (2, 16, 1)
     assert (settings.TEXT_LENGTH, QUESTIONS) == (512, 16)  # ours
-    assert {*kinds.MASKS} == {*mask_state.MASKS, "off"}
     assert [published_epochs(size) for size in (2, 4, 8)] == [5, 10, 15]
     steps = [epochs_to_steps(epochs, 147_580, 64) for epochs in (5, 10, 15)]
     assert steps == [11530, 23060, 34590] and epochs_to_steps(2, 147_580, 128) == 2306

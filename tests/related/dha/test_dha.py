@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from common.data.rows import Sample
-from common.evaluation.equivalence import max_difference
 from common.evaluation.evaluate import cache_bytes_per_token
+from common.models.equivalence import max_difference
 from common.models.families import geometry
 from common.training.attention import Trainee
 from common.training.packing import build_row

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.evaluation.equivalence import max_difference
 from common.models.calibration import Calibration
+from common.models.equivalence import max_difference
 from common.models.layers import Layers
 from common.models.load import load_model
 from dha_models import GROUPS, SMALL, tokens

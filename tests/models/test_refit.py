@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from common.closed_form import refit
-from common.closed_form.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit
+from common.models import refit
+from common.models.refit import RIDGE_STRENGTHS, HeadMuon, Moments, Refit, best_fit
 from models import tiny_model
 from reference import merge_model, normal
 

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 
-from common.closed_form.cache_basis import (
+from common.method.rope import to_complex, to_real
+from common.models.cache_basis import (
     CacheSamples,
     change_basis,
     expected_error,
@@ -14,7 +15,6 @@ from common.closed_form.cache_basis import (
     fit_values,
     score_error,
 )
-from common.method.rope import to_complex, to_real
 from common.models.load import load_model
 from common.models.quantized_cache import LAYOUTS, attention_with, parse_cache, quantized, read_back
 from models import byte_tokenizer, tiny_model
