@@ -173,13 +173,13 @@ def _training(trained: dict, exported: dict) -> dict:
     metrics = [f"on {kind} {kl:.4f} before, {after[kind]:.4f} after"
                + ("" if after[kind] < kl else ", which is no better") for kind, kl in before.items()]
     step, opened = exported.get("step", trained["steps"]), exported.get(OPEN_MASKS)
+    masks = MASKS[trained["masks"]].CARD if trained["masks"] in MASKS else MASKLESS
     return {
         "steps": f"{step} of {trained['steps']}" if step != trained["steps"] else step,
         "batch": trained["batch"],
         "tokens": f"{trained['tokens']:,}",
         "learning_rate": f"{trained['lr']:g}",
-        "masks": (MASKS[trained["masks"]].CARD if trained["masks"] in MASKS else MASKLESS) + (f"; {opened} masks had not closed when all were removed"
-                                            if opened else ""),
+        "masks": masks + (f"; {opened} masks had not closed when all were removed" if opened else ""),
         "metrics": (f"KL to the teacher, on what was held out: {'; '.join(metrics)}." if metrics else
                     f"Last loss: {trained['loss']:.4f}."),
     }
