@@ -40,7 +40,7 @@ from functools import partial
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.data.sources import DataContext, begun, read_sequences, read_unread, unread_length
+from common.data.sources import DataContext, begins_with_bos, read_sequences, read_unread, unread_length
 from common.data.text import EVALUATION, digests_of
 from common.method.procrustes import align_layer, within_group_cosine
 from common.models.calibration import Calibration
@@ -154,7 +154,7 @@ def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
     calibrated = calibration.summary
     length = unread_length(calibration.record, args.length, config.max_position_embeddings)
     data = DataContext(path, home, pick_device(args.device), layerwise=args.layerwise,
-                       bos=begun(calibration.record))
+                       bos=begins_with_bos(calibration.record))
     if args.text:
         tokens, description = read_sequences(args.text, None, data, args.sequences, length, EVALUATION)
     else:

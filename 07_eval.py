@@ -343,14 +343,14 @@ def main():
     results, outcomes = measure_all(described, tokenized, tasks, comparable, args)
     results = {name: metrics | open_masks[name] for name, metrics in results.items()}
     table = results_table(results) + caches_section(results) + answers_section(prompts, results)
-    said = partial(caption, source=source, limit=args.limit, seed=args.seed,
+    captioned = partial(caption, source=source, limit=args.limit, seed=args.seed,
                    hardware=f"{device}, {args.dtype}", bos=args.bos)
     memory = progress.peak_memory()
     record = started.record(described[reference], {"peak_memory_gib": memory}, device=device,
                             begin_of_sequence=args.bos, prompts=prompts, results=results)
     with write_directory(output) as aside:
         write_text(os.path.join(aside, OUTCOMES), "".join(json.dumps(each) + "\n" for each in outcomes))
-        write_text(os.path.join(aside, TABLE), f"{said(results[reference])}\n\n{table}\n")
+        write_text(os.path.join(aside, TABLE), f"{captioned(results[reference])}\n\n{table}\n")
         if cache_rows(results):
             title = f"KL from {os.path.basename(described[reference]['path'])}"
             plots.frontier(os.path.join(aside, PICTURE), cache_rows(results), list(LAYOUTS), title)
@@ -361,7 +361,7 @@ def main():
         answers = caches_section(pair) + answers_section(prompts, pair)
         if has_card(path) and not is_within(path, args.run):
             print(f"note    {path} is not in {args.run}: scores in its model card, if any, stay as they are")
-        elif card.write_scores(path, f"{results_table(pair)}\n\n{said(pair[reference])}{answers}"):
+        elif card.write_scores(path, f"{results_table(pair)}\n\n{captioned(pair[reference])}{answers}"):
             print(f"wrote   {os.path.join(path, card.CARD)}: scores")
     print(f"07_eval: {summary_line(results)}; in {started.clock()} s, peak host memory {memory} GiB")
 

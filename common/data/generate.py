@@ -100,24 +100,24 @@ class Rows:
 
     def __init__(self, script: Script, beginnings: list[list[int]], length: int, device="cpu"):
         tensor = functools.partial(torch.tensor, device=device)
-        self.said, self.answered, self.after = map(tensor, (script.tokens, script.answered, script.next))
+        self.script, self.answered, self.after = map(tensor, (script.tokens, script.answered, script.next))
         self.ends = tensor(script.ends).view(len(script.ends), 2)
         self.turns = [(state, tensor(marker), after) for state, marker, after in script.turns if marker]
         self.tokens = torch.zeros(len(beginnings), length, dtype=torch.int64, device=device)
         self.of_answers = torch.zeros_like(self.tokens, dtype=torch.bool)
-        self.begun = tensor([len(beginning) for beginning in beginnings])
+        self.given = tensor([len(beginning) for beginning in beginnings])
         for row, beginning in zip(self.tokens, beginnings, strict=True):
             row[: len(beginning)] = tensor(beginning[:length])
-        self.state, self.spoken = torch.zeros_like(self.begun), torch.zeros_like(self.begun)
+        self.state, self.spoken = torch.zeros_like(self.given), torch.zeros_like(self.given)
 
     def write(self, position: int, drawn: torch.Tensor) -> torch.Tensor:
         """[n]: the tokens at a position, where the model has drawn these."""
-        state, said = self.state, self.said[self.state]
-        speaks = said == SPEAKS
+        state, token = self.state, self.script[self.state]
+        speaks = token == SPEAKS
         ended = (torch.stack((state, drawn), 1)[:, None] == self.ends).all(2).any(1)
-        state = torch.where(ended, (state + 1) % len(self.said), state)
-        tokens = torch.where(speaks & ~ended, drawn, self.said[state])
-        tokens = torch.where(position < self.begun, self.tokens[:, position], tokens)
+        state = torch.where(ended, (state + 1) % len(self.script), state)
+        tokens = torch.where(speaks & ~ended, drawn, self.script[state])
+        tokens = torch.where(position < self.given, self.tokens[:, position], tokens)
         self.tokens[:, position], self.of_answers[:, position] = tokens, self.answered[state]
         self.spoken = torch.where(speaks & ~ended, self.spoken + 1, 0)
         self.state = self.after[state]
@@ -170,7 +170,7 @@ def sample(decoder: Decoder, rows: Rows, generator: torch.Generator, bar=None) -
     """
     count, length = rows.tokens.shape
     options = {"dtype": torch.float64, "device": rows.tokens.device, "generator": generator}
-    numbers, drawn = torch.rand(length, count, 1, **options), torch.zeros_like(rows.begun)
+    numbers, drawn = torch.rand(length, count, 1, **options), torch.zeros_like(rows.given)
     for position in range(length):
         tokens = rows.write(position, drawn)
         if position < length - 1:

@@ -155,7 +155,7 @@ def read_sequences(text: str, chat: str | None, context: DataContext, sequences:
     return tokens, description
 
 
-def begun(calibration: dict) -> bool:
+def begins_with_bos(calibration: dict) -> bool:
     """Whether the texts of a calibration, by its record, begin with the begin-of-sequence token."""
     return calibration["arguments"].get("bos") is True
 
@@ -173,9 +173,9 @@ def read_unread(calibration: dict, context: DataContext, sequences: int,
                 length: int) -> tuple[torch.Tensor, str]:
     """[sequences, length] token ids of the calibration's sources that it has not read, and what was read.
 
-    calibration: its record; context.bos is what begun says of it. They are of the held-out part or, where
-    that is too short, of what the calibration has read, which the description then says; then there are no
-    more than it has.
+    calibration: its record; context.bos is what begins_with_bos says of it. They are of the held-out part
+    or, where that is too short, of what the calibration has read, which the description then says; then there
+    are no more than it has.
     """
     arguments = calibration["arguments"]
     text, chat = arguments["text"], arguments.get("chat")

@@ -7,7 +7,7 @@ import torch
 
 from common.data.chat import has_tokens, load_chats, load_tokenized
 from common.data.rows import Sample
-from common.data.sources import CHECKED, DataContext, begun, read_unread, unread_length
+from common.data.sources import CHECKED, DataContext, begins_with_bos, read_unread, unread_length
 from common.data.tasks import (
     Example,
     check_lengths,
@@ -115,10 +115,10 @@ def read_calibration_text(calibration: str, args) -> tuple[torch.Tensor, str]:
     """
     record = read_record(calibration, "01_calibrate.py")
     home = os.path.dirname(os.path.normpath(calibration))  # has what the calibration generated
-    if args.bos not in (None, begun(record)):
+    if args.bos not in (None, begins_with_bos(record)):
         raise UserError(f"--bos, --no-bos: expected none with --text {calibration}, whose sequences begin "
-                        f"{'with' if begun(record) else 'without'} the token, found the other")
-    args.bos, source = begun(record), source_model(record, home)["path"]
+                        f"{'with' if begins_with_bos(record) else 'without'} the token, found the other")
+    args.bos, source = begins_with_bos(record), source_model(record, home)["path"]
     length = unread_length(record, args.length, load_config(source).max_position_embeddings)
     context = DataContext(source, home, pick_device(args.device), layerwise=args.layerwise,
                           bos=args.bos)

@@ -49,7 +49,7 @@ def is_companion(name: str) -> bool:
 
 def reason(error: Exception) -> str:
     """On one line: what a library says of a repository that it cannot read, and what to do if it is gated."""
-    said = " ".join(" ".join(str(each) for each in (error, error.__cause__) if each).split())
+    reasons = " ".join(" ".join(str(each) for each in (error, error.__cause__) if each).split())
     advice = ("; for a gated or private one, accept its license on its page and log in with `hf auth login`"
               if type(error).__name__ in DENIED else "")
-    return f"{said or type(error).__name__}{advice}"
+    return f"{reasons or type(error).__name__}{advice}"

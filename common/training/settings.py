@@ -135,14 +135,14 @@ def rates_of(args) -> tuple[Rates, Rates]:
     return student, Rates(args.teacher_lr, args.beta2, args.weight_decay)
 
 
-def read(sources: Sources, model: str, args, ranks, begun: dict) -> tuple[Pool, Heldout]:
+def read(sources: Sources, model: str, args, ranks, earlier: dict) -> tuple[Pool, Heldout]:
     """What is trained on and what is held out, tokenized for the checkpoint `model`. Raises UserError.
 
-    begun: the settings of the training that goes on, if one does: it reads the commits that it began with.
+    earlier: the settings of the training that goes on, if one does: it reads the commits that it began with.
     """
     context = DataContext(model, args.run, ranks.device, ranks, bos=args.bos)
-    COMMITS.update(begun.get(HUB_COMMITS, {}))
-    if ranks.first and not begun:
+    COMMITS.update(earlier.get(HUB_COMMITS, {}))
+    if ranks.first and not earlier:
         check_sources(sources.text, sources.chat)
     named = [*sources.text, *sources.chat, sources.heldout_text]
     COMMITS.update(checkpoints.of_first_rank(hub_commits(named) if ranks.first else None))
@@ -168,8 +168,8 @@ def settle(
     teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # --force was obeyed before
     force = args.force and not restarted
-    begun = {} if force else checkpoints.of_first_rank(settings_begun(directory, teacher))
-    pool, heldout = read(sources, source, args, ranks, begun)
+    earlier = {} if force else checkpoints.of_first_rank(settings_begun(directory, teacher))
+    pool, heldout = read(sources, source, args, ranks, earlier)
     cuda = ranks.device.type == "cuda"
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     execution = Execution(compute=getattr(torch, dtype), recompute=bool(args.recompute), compile=args.compile)
@@ -186,19 +186,25 @@ def settle(
         loss=Loss(args.kl_on, args.l0_weight), mask_lr=args.mask_lr,
         rates=rates, teacher_rates=teacher_rates, schedule=schedules["student"],
         teacher_schedule=schedules.get("teacher"), force=force, resumed=resumed)
-    return fit(run, settings, args, cuda, begun)
+    return fit(run, settings, args, cuda, earlier)
 
 
-def fit(run: TrainingRun, settings: Settings, args, cuda: bool, begun: dict) -> tuple[Settings, TrainingRun]:
+def fit(
+    run: TrainingRun,
+    settings: Settings,
+    args,  # the flags, with their defaults
+    cuda: bool,
+    earlier: dict,  # the settings of the training that goes on, if one does
+) -> tuple[Settings, TrainingRun]:
     """Fill in, by the memory of the ranks' devices, what only costs or saves it, as memory.fit says.
 
-    A training that goes on, whose settings `begun` are, keeps its rows.
+    A training that goes on keeps its rows.
     """
     conversion, execution, ranks = run.conversion, run.execution, run.ranks
     schedules = {"teacher": settings.teacher_schedule, "student": settings.schedule}
     phases = phases_of(conversion, run.pool, execution, settings.masks, settings.train, schedules)
     cluster, chooses = memory.cluster_of(ranks), cuda and args.tokens_per_microbatch is None
-    rows = begun.get("tokens_per_microbatch") if chooses else None
+    rows = earlier.get("tokens_per_microbatch") if chooses else None
     phases = memory.with_rows(phases, rows) if rows else phases
     phases = memory.fit(phases, cluster, cuda and args.recompute is None, chooses and not rows)
     _, work, _, schedule = phases[-1]

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
 
 from common.data.pool import Sources, load_pool
-from common.data.sources import DataContext, begun, generated, read_sequences, read_unread
+from common.data.sources import DataContext, begins_with_bos, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
 from common.data.text import HELDOUT, TRAIN, in_part
 from common.evaluation import evaluate
@@ -115,7 +115,7 @@ def test_the_equivalence_check_goes_on_in_text_that_begins_as_asked(inputs, tmp_
     model = save_tiny(tmp_path / "model")
     beginning(byte_tokenizer(), adds=False).save_pretrained(model)
     record = {"arguments": {"text": inputs["text"], "bos": True}}
-    origin = DataContext(model, str(tmp_path), "cpu", bos=begun(record))
+    origin = DataContext(model, str(tmp_path), "cpu", bos=begins_with_bos(record))
     tokens, _ = read_unread(record, origin, 2, 24)
     assert tokens[:, 0].tolist() == [BEGIN] * 2
     assert tokens.equal(read_sequences(inputs["text"], None, origin, 2, 24, HELDOUT)[0])
