@@ -1,7 +1,7 @@
-"""The tables of docs/paper.md: each cell of the paper's Tables 1 and 2, what makes it, published and ours.
+"""The tables of docs/paper.md: the paper's Tables 1 and 2, what makes each row, and ours where they were run.
 
-    python -m pipelines.published                                   # nothing of ours: "not run"
-    python -m pipelines.published --runs runs/table1 runs/table2    # ours, from each RUN/eval/
+    python -m pipelines.published                                   # the published numbers
+    python -m pipelines.published --runs runs/table1 runs/table2    # and ours, from each RUN/eval/
 
 published.txt has the numbers of the EMNLP version, a row a line: script, name, the tasks' numbers, their
 average, budget. The commands are those that the scripts give to Python.
@@ -25,7 +25,6 @@ MODELS = {"table1.sh": ("LLaMA2-7B", (32, 32, 4096)),  # layers, heads, hidden s
           "table2.sh": ("Sheared-LLaMA-1.3B", (24, 16, 2048))}
 QUESTIONS = [PUBLISHED_SIZES[task][1] for task in TASKS]
 ROUNDING = 0.01 + 1e-9  # between a printed average and that of printed cells: half of it is of each
-ROW_FLAGS, TEACHER_FLAGS = "kv-heads|by|criterion|rotate|merge|steps", "teacher-steps"
 
 
 class Row(NamedTuple):
@@ -110,17 +109,13 @@ def table(script: str, rows: dict[str, Row], ours: dict[str, dict]) -> str:
     *before, evaluation = (re.sub(rf" gqa(?!{first[3:]}=)\S+", "", line) for line in made[""])
     for name, row in rows.items():
         block, _, kind = name.removeprefix("gqa").partition("-")
-        command, flags = f"`KV={block} ROWS={kind} bash pipelines/{script}`", ROW_FLAGS
-        if name not in made:
-            command, flags = "the row that is trained first", TEACHER_FLAGS
-        words = re.findall(rf"--(?:{flags}) \S+", " ".join(made.get(name, made[first])))
-        lines.append((f"`{name}`", command, "published", *row.cells, row.average, row.budget))
-        found = [(f"ours, {os.path.basename(os.path.normpath(run))}", *cells[name])
-                 for run, cells in ours.items() if name in cells]
-        found = found or [("ours", *["not run"] * (len(TASKS) + 1), "")]
-        lines += [("", f"`{' '.join(words)}`", *cells) for cells in found]
+        settings = f"`KV={block} ROWS={kind}`" if name in made else "the row that is trained first"
+        lines.append((f"`{name}`", settings, *row.cells, row.average, row.budget))
+        lines += [(f"ours, {os.path.basename(os.path.normpath(run))}", "", *cells[name])
+                  for run, cells in ours.items() if name in cells]
     block = "\n".join(f"    {line}" for line in (*before, *made[first], evaluation))
-    return f"{block}\n\n{markdown_table(('row', 'made by', '', *TASKS, 'Avg.', 'budget'), lines)}"
+    header = ("row", f"`bash pipelines/{script}` with", *TASKS, "Avg.", "budget")
+    return f"{block}\n\n{markdown_table(header, lines)}"
 
 
 def tables(runs: list[str]) -> str:
