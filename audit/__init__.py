@@ -330,6 +330,7 @@ def all_rows(run: Run, layers: list[int]) -> list[Row]:
         found = [row if layer.whole.free.all() or "R of Eq. 14" not in row.equation else
                  Row(row.equation, note="keys under q_norm and k_norm may only be flipped") for row in found]
         per_layer.append([row._replace(equation=f"{row.equation}, layer {index}") for row in found])
+        return_freed_memory()
     for same in zip(*per_layer, strict=True):  # a row in all layers
         rows.append(max(same, key=lambda row: (row.ok == "NO", row.difference)))
     return sorted(rows, key=lambda row: int(re.search(r"Eq\. (\d+)", row.equation)[1]))
@@ -366,7 +367,6 @@ def main() -> int:
                         help="layers to compare (default: all; of a large model the middle one)")
     parser.add_argument("-h", "--help", action="help", help="show this page")
     args = parser.parse_args()
-    return_freed_memory()
     path = os.path.join(args.run, "paper.md")
     if os.path.exists(path) and not read_text(path).startswith((TITLE, f"| {HEADER[0]}")):
         raise UserError(f"{path}: expected nothing or an earlier page, found another file; move it away")

@@ -22,7 +22,6 @@ from common.models.forward import embedded, logits_of, run_layer
 from common.models.load import empty_model, kept_tensors, load_config, load_model, materialize
 from common.models.weights import DTYPES, StoredWeights, check_finite, check_names, check_tied, wider_dtypes
 
-M_MMAP_THRESHOLD = -3  # from malloc.h
 SHARD_SIZE = "50GB"  # the most a weight file holds: the default of transformers' save_pretrained
 STORED_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -41,7 +40,6 @@ class Layers:
         self.path, self.device, self.layerwise = path, device, layerwise
         self.edits = []  # functions to apply to each decoder layer after loading it
         if layerwise:
-            return_freed_memory()
             self.model = empty_model(path, config or load_config(path), dtype, device)
             self.weights = weights or StoredWeights(path, self.model)
             tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
@@ -69,6 +67,7 @@ class Layers:
         check_finite(tensors.items(), self.path)
         yield module
         materialize(module, "meta")
+        return_freed_memory()
 
     @contextlib.contextmanager
     def layer(self, index: int):
@@ -159,12 +158,9 @@ class Layers:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return the memory of freed tensors to the system from now on.
-
-    By default it keeps freed blocks of up to 32 MiB, which the next layer can seldom reuse.
-    """
+    """Make glibc return the memory of freed tensors, which the next layer can seldom reuse, to the system."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Spool:

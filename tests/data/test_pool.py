@@ -152,10 +152,11 @@ def test_of_chats_of_the_hub_as_many_are_read_as_have_the_tokens(chats, data_set
     path = save_chats(tmp_path / "same.jsonl", *(chat_of(f"chat {number}") for number in range(60)))
 
     def answered(source, tokens):
-        return pool_of(tmp_path, chats[0], group_of_one, chat=[source], text_tokens=tokens).answered
+        samples = pool_of(tmp_path, chats[0], group_of_one, chat=[source], text_tokens=tokens).answered
+        return [[list(segment) for segment in sample.segments] for sample in samples]
 
     every, some = answered(path, 99), answered(HUB_CHATS, 99)
-    counts = [len(sample) for sample in some]
+    counts = [sum(map(len, sample)) for sample in some]
     assert sum(counts) >= 99 > sum(counts[:-1]) and some == every[: len(some)]
     assert answered(HUB_CHATS, 10**6) == every and len(every) > 40
 
@@ -206,7 +207,7 @@ def test_two_ranks_train_on_a_data_set_of_the_hub_like_one(chats, data_set, tmp_
     # a training keeps the commits that it began with; another one takes the last
     data_set.commit = "b" * 40
     COMMITS.clear()  # another process
-    assert "is complete" in run(STAGE, "--run", one, *words).stdout
+    assert "complete, by this command" in run(STAGE, "--run", one, *words).stdout
     assert data_set.revisions == {"a" * 40}
     COMMITS.clear()
     run(STAGE, "--run", one, *words, "--name", "later")

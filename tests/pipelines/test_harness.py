@@ -142,8 +142,8 @@ RESULTS = f"{SAMPLES}/results_2026-01-01.json"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "damage", "message"), [
-    ("eval.jsonl", lambda _: b"", "expected lm_eval to answer the 0 questions"),
-    ("eval.jsonl", another_choice, "model, piqa: 1 of 5 choices differ; question 2: "),
+    ("eval/eval.jsonl", lambda _: b"", "expected lm_eval to answer the 0 questions"),
+    ("eval/eval.jsonl", another_choice, "model, piqa: 1 of 5 choices differ; question 2: "),
     (RESULTS, another_accuracy, "model, table5_siqa: accuracy "),
 ])
 def test_other_answers_are_one_line(pair, name, damage, message):

@@ -15,17 +15,17 @@ from runs import copy_run, run
     (["--merge", "closed-form"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
 ])
 @pytest.mark.slow
-def test_masks_move_what_merging_has_changed(aligned_run, tmp_path, flags, blended):
+def test_masks_move_what_merging_has_changed(aligned_run, tmp_path, flags, blended, request):
     home = copy_run(aligned_run, tmp_path / "run")
     run("04_align.py", "--run", home, "--force", *flags)
-    assert {*read_conversion(str(home), Ranks(0, 1, torch.device("cpu"))).blended} == blended
+    assert {*read_conversion(str(home), request.getfixturevalue("group_of_one")).blended} == blended
 
 
 @pytest.mark.slow
-def test_a_student_that_goes_on_is_an_export_as_it_was_written(aligned_run, tmp_path):
+def test_a_student_that_goes_on_is_an_export_as_it_was_written(aligned_run, tmp_path, request):
     home = copy_run(aligned_run, tmp_path / "run")
     run("06_export.py", "--run", home, "--untrained")
-    ranks, exported = Ranks(0, 1, torch.device("cpu")), home / "gqa"
+    ranks, exported = request.getfixturevalue("group_of_one"), home / "gqa"
     assert read_conversion(str(home), ranks, str(exported)).exported == str(exported)
     (exported / "config.json").write_text((exported / "config.json").read_text() + "\n")
     with pytest.raises(UserError, match="gqa/config.json"):

@@ -169,7 +169,7 @@ def test_a_step_takes_the_memory_that_is_estimated(shape, rows, recompute, world
     estimated = step.fullest()["total"]
     # made before, as their buffers have data: the teacher's, then the student's
     models = [empty_model("", config, dtype, attention="packed") for dtype in (torch.bfloat16, torch.float32)]
-    monkeypatch.setattr(sharding, "empty_model", lambda *_: models.pop(0))
+    monkeypatch.setattr(sharding, "empty_model", lambda *_, **__: models.pop(0))
     for model in models:
         Trainee(model)  # what it finds out of a config is kept
     with pretended_ranks(world) as ranks:
