@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import os
+import pydoc
 import random
 import runpy
 import shutil
@@ -260,7 +261,7 @@ def inputs(tmp_path_factory) -> dict[str, str]:
 
     def build(home):
         home.mkdir()
-        (home / "text.txt").write_text(Path(random.__file__).read_text())
+        (home / "text.txt").write_text(Path(pydoc.__file__).read_text())
         save_tiny(home / "model", bias=True)
         save_tasks(home / "tasks")
 

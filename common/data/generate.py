@@ -9,7 +9,6 @@ temperature 1 and excludes no token.
 import functools
 import gc
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -32,9 +31,9 @@ from common.data.text import (
     TOKENS,
     TRAIN,
     TooShort,
-    first_tokens,
     read_documents,
     read_token_rows,
+    token_ids,
     version_of,
 )
 from common.models.families import geometry
@@ -268,8 +267,8 @@ def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]
 
     Of a .txt file each line is a document. Raises TooShort if there is none.
     """
-    documents = map(io.StringIO, read_documents(source, split))
-    tokenized = (first_tokens(document, tokenizer, LONGEST) for document in documents)
+    documents = (token_ids([document], tokenizer) for document in read_documents(source, split))
+    tokenized = (list(itertools.islice(ids, LONGEST)) for ids in documents)
     chosen = list(itertools.islice((ids for ids in tokenized if len(ids) == LONGEST), count))
     if not chosen:
         raise TooShort(f"text {GENERATED}:{source}: expected a document of {LONGEST} tokens{PARTS[split]}, "

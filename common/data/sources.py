@@ -126,7 +126,7 @@ def check_sources(text: list[str], chat: list[str]) -> None:
 
 
 def read_sequences(text: str, chat: str | None, context: DataContext, sequences: int, length: int,
-                   split=TRAIN) -> tuple[torch.Tensor, str]:
+                   split=TRAIN, without=frozenset()) -> tuple[torch.Tensor, str]:
     """As load_tokens, of text that may be generated. With `chat`, half of the sequences are of chats, one
     after another; all of them if text is none. Chats begin as their template says, generated text with the
     token that it is sampled after. Raises UserError for tokens beyond the vocabulary, too.
@@ -146,7 +146,7 @@ def read_sequences(text: str, chat: str | None, context: DataContext, sequences:
                 raise TooShort(f"{source}: expected {rows * length} tokens{PARTS[split]}, found {len(ids)}")
             parts.append((torch.tensor(ids[: rows * length]).view(rows, length), description))
         elif rows:
-            parts.append(load_tokens(source, tokenizer, rows, length, split))
+            parts.append(load_tokens(source, tokenizer, rows, length, split, without))
     tokens, descriptions = zip(*parts[::order], strict=True)
     tokens, description = torch.cat(tokens), "; ".join(descriptions)
     if tokens.max() >= config.vocab_size:  # of a .npy file

@@ -1,22 +1,20 @@
 """Text as tokens: a matrix for calibration and perplexity, a memory-mapped file for training.
 
 Every source has two parts, told apart where it is read. Calibration, refit and training read TRAIN, so that
-they cannot see HELDOUT: other files of c4 and demo; of generated text what another seed gives; of a .txt file
-the last tenth, from a line's beginning on; of other files and of data sets of the hub the documents, or
-chats, whose sha256 is below a tenth of its range, which puts copies on the same side; of a .npy file the last
-tenth of the rows. EVALUATION is for what a user names to evaluate on: the entire file; of all else HELDOUT.
+they cannot see HELDOUT: other files of c4 and demo; of generated text what another seed gives; of all else
+the documents, chats, blocks of a .txt file or rows of a .npy file whose sha256 is below a tenth of its range,
+which puts copies on the same side. EVALUATION is for what a user names to evaluate on: the entire file; of
+c4, demo and data sets of the hub HELDOUT.
 
-A text of any length is tokenized in constant memory: in overlapping pieces, joined at a place in the overlap
-around which both have the same tokens.
+A .txt file is one document, read in blocks that end where the content of a line says so: what is repeated
+elsewhere, or in another file, is cut into the same blocks. So memory is constant, too.
 """
 
-import contextlib
 import functools
 import hashlib
-import io
 import itertools
 import os
-from bisect import bisect_left
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -46,11 +44,9 @@ EXPECTED = f"c4, demo, {DATA_SET}, or a .txt, {TABLE_NAMES} file"
 TOKEN = np.dtype("<i4")
 TOKENS = "tokens.npy"  # in a directory of RUN/tokens/
 BATCH = 2**20  # characters tokenized at a time: some 100 MB in the tokenizer
-PIECE = 2**18  # characters tokenized at a time: some 50 MB
-OVERLAP = 2**14  # characters that neighbouring pieces share
-AROUND = 32  # tokens on either side of a seam that both pieces have
+PIECE = 2**18  # characters of a document tokenized at a time, at least: some 50 MB
 SEARCHED = 64  # tokens of documents that are searched for long ones, for each token that is needed
-LINE = 2**16  # bytes of a .txt file in which a line's beginning is looked for, to cut it there
+BLOCK, LONGEST_BLOCK = 2**11, 2**16  # characters of a .txt file's blocks: on average, and of a line at most
 
 
 class TooShort(UserError):
@@ -71,14 +67,14 @@ def sequence_length(requested: int | None, default: int, positions: int, least: 
     return requested
 
 
-def load_tokens(source: str, tokenizer, sequences: int, length: int,
-                split: str = TRAIN) -> tuple[torch.Tensor, str]:
+def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str = TRAIN,
+                without=frozenset()) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
     source: "c4" or hf:NAME[:CONFIG[:SPLIT]] (streamed from the hub), "demo", a .txt file, or a .jsonl, .json,
     .json.gz or .parquet file with a column "text", or a .npy file of tokens, which may have fewer. split:
-    TRAIN, HELDOUT or EVALUATION. A begin-of-sequence token, by bos_prefix, is one of the `length` tokens.
-    Rows of a .npy file that all begin with it stay as they are.
+    TRAIN, HELDOUT or EVALUATION. without: as for documents_of. A begin-of-sequence token, by bos_prefix, is
+    one of the `length` tokens. Rows of a .npy file that all begin with it stay as they are.
 
     As in the authors' code: the first `sequences` documents of at least `length` tokens, each truncated to
     it. If there are too few, among the first SEARCHED times as many tokens as are needed, documents are
@@ -94,9 +90,8 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int,
     needed = sequences * length
     whole, packed, documents, read = [], [], 0, 0
     with Progress(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
-        for document in documents_of(source, split):
-            with document as file:
-                ids = first_tokens(file, tokenizer, needed)
+        for document in documents_of(source, split, without):
+            ids = list(itertools.islice(token_ids(document, tokenizer), needed))
             documents += 1
             if len(ids) >= length:
                 whole.append(prefix + ids[:length])
@@ -135,8 +130,8 @@ def _first_rows(path: str, count: int, prefix: list[int], split: str) -> torch.T
     begin with it.
     """
     rows = read_token_rows(path)
-    begin, border = [] if (rows[:, : len(prefix)] == prefix).all() else prefix, len(rows) - len(rows) // 10
-    rows = {TRAIN: rows[:border], HELDOUT: rows[border:], EVALUATION: rows}[split]
+    begin = [] if (rows[:, : len(prefix)] == prefix).all() else prefix
+    rows = rows[[in_part(row.tobytes(), split) for row in rows]]
     if not rows.size:
         raise TooShort(f"text {path}: expected rows{PARTS[split]}, found none")
     tokens = torch.tensor([[*begin, *row] for row in rows[:count].tolist()])
@@ -236,29 +231,15 @@ def _token_lists(source: str, tokenizer, split: str) -> Iterator[list[int]]:
     source, split = located(source, split)
     end = tokenizer.eos_token_id
     if source.endswith(".txt"):
-        check_source(source)
-        with open_part(source, split) as file:
-            yield from token_lists(file, tokenizer)
+        for document in documents_of(source, split):
+            yield from token_lists(document, tokenizer)
         yield [end]
         return
-    for batch in _batches(read_documents(source, split)):
+    for batch in gathered(read_documents(source, split), BATCH):
         ids = []
         for document in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
             ids += [*document, end]
         yield ids
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Successive documents in lists of at least BATCH characters, except for the last."""
-    batch, characters = [], 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document) + 1
-        if characters >= BATCH:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def located(source: str, split: str) -> tuple[str, str]:
@@ -270,52 +251,30 @@ def located(source: str, split: str) -> tuple[str, str]:
     return source, split
 
 
-def in_part(content: str, split: str) -> bool:
-    """Whether a document or a chat with this content is in a part of its file."""
+def in_part(content: str | bytes, split: str) -> bool:
+    """Whether a document, chat, block or row with this content is in a part of its source."""
     if split == EVALUATION:
         return True
-    held_out = int.from_bytes(hashlib.sha256(content.encode()).digest()) < 2**256 // 10
+    content = content.encode() if isinstance(content, str) else content
+    held_out = int.from_bytes(hashlib.sha256(content).digest()) < 2**256 // 10
     return held_out == (split == HELDOUT)
 
 
-@contextlib.contextmanager
-def open_part(path: str, split: str):
-    """Context manager: a part of a .txt file, open to read. Raises UserError where it is not UTF-8."""
-    with open_text(path) as file:
-        if split == EVALUATION:
-            yield file
-            return
-        border = heldout_begin(file.buffer)
-        file.buffer.seek(border if split == HELDOUT else 0)
-        yield file if split == HELDOUT else io.TextIOWrapper(_Until(file.buffer, border), "utf-8-sig")
+def blocks(path: str) -> Iterator[str]:
+    """Yield the successive blocks of a .txt file: lines, up to one whose checksum is below a share of its
+    range, which is the line's share of BLOCK characters; up to LONGEST_BLOCK characters, and at most twice.
 
-
-def heldout_begin(file) -> int:
-    """The byte of an open .txt file at which its held-out part begins: where a line does or, if none does
-    soon after nine tenths of the file, where a character does.
+    A longer line is cut there. Raises UserError where the file is not UTF-8.
     """
-    size = os.fstat(file.fileno()).st_size
-    tenth = size - size // 10
-    file.seek(max(0, tenth - 1))
-    before, after = file.read(1), file.read(min(size // 20, LINE) + 3)
-    line = (before + after).find(b"\n")
-    return tenth + (line if line >= 0 else len(after) - len(after.lstrip(bytes(range(0x80, 0xC0)))))
-
-
-class _Until(io.BufferedIOBase):
-    """The bytes of an open file up to `end`."""
-
-    def __init__(self, file, end: int):
-        self.file, self.end = file, end
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        left = self.end - self.file.tell()
-        return self.file.read(left if size < 0 else min(size, left))
-
-    read1 = read
+    block = ""
+    with open_text(path) as file:
+        while line := file.readline(LONGEST_BLOCK):
+            block += line
+            if zlib.crc32(line.encode()) * BLOCK < 2**32 * len(line) or len(block) >= LONGEST_BLOCK:
+                yield block
+                block = ""
+    if block:
+        yield block
 
 
 def is_generated(source: str) -> bool:
@@ -359,15 +318,36 @@ def check_source(source: str) -> None:
         raise UserError(f"text {source}: expected {EXPECTED}")
 
 
-def documents_of(source: str, split: str) -> Iterator[contextlib.AbstractContextManager]:
-    """Yield the documents of a part of a source, each a context manager of a text file; that of a .txt file
-    is one document.
+def contents(source: str, split: str) -> Iterator[str]:
+    """Yield what is in a part of a source or not: blocks of a .txt file, documents of any other."""
+    if not source.endswith(".txt"):
+        return read_documents(source, split)
+    check_source(source)
+    return (block for block in blocks(source) if in_part(block, split))
+
+
+def digest_of(content: str) -> bytes:
+    """By which contents are compared."""
+    return hashlib.sha256(content.encode()).digest()
+
+
+def shared_contents(source: str, others: Iterable[str]) -> set[bytes]:
+    """The digests of what a source shares with the training parts of others."""
+    own = set(map(digest_of, contents(source, EVALUATION)))
+    return {digest for other in others for digest in map(digest_of, contents(other, TRAIN)) if digest in own}
+
+
+def documents_of(source: str, split: str, without=frozenset()) -> Iterator[Iterator[str]]:
+    """Yield the documents of a part of a source, each as successive lines or blocks of it. A .txt file is one
+    document. without: digests of contents that are left out.
     """
+    kept = (content for content in contents(source, split)
+            if not without or digest_of(content) not in without)
     if source.endswith(".txt"):
-        check_source(source)
-        yield open_part(source, split)
+        yield kept
     else:
-        yield from map(io.StringIO, read_documents(source, split))
+        for document in kept:
+            yield iter(document.splitlines(keepends=True))
 
 
 def read_documents(source: str, split: str) -> Iterator[str]:
@@ -380,9 +360,8 @@ def read_documents(source: str, split: str) -> Iterator[str]:
             for row in rows_of(C4, data_files=name.format(number), split="train", streaming=True):
                 yield row["text"]
     elif source.endswith(".txt"):
-        with open_part(source, split) as file:
-            for line in file:
-                yield line.removesuffix("\n")
+        for block in contents(source, split):
+            yield from block.removesuffix("\n").split("\n")
     else:
         for place, row in read_rows(source):
             try:
@@ -393,59 +372,25 @@ def read_documents(source: str, split: str) -> Iterator[str]:
                 yield document
 
 
-def first_tokens(file, tokenizer, count: int) -> list[int]:
-    """The first `count` tokens of an open text file, or all if it has fewer, without special tokens."""
-    return list(itertools.islice(itertools.chain.from_iterable(token_lists(file, tokenizer)), count))
+def token_ids(document: Iterable[str], tokenizer) -> Iterator[int]:
+    """The tokens of a document as documents_of gives it, without special tokens, as they are asked for."""
+    return itertools.chain.from_iterable(token_lists(document, tokenizer))
 
 
-def token_lists(file, tokenizer) -> Iterator[list[int]]:
-    """Yield all tokens of an open text file in order, in lists, without special tokens.
-
-    The file is read as far as they are taken. Where pieces cannot be joined they become one, and so does the
-    entire text for a slow tokenizer, which does not say where its tokens are.
-    """
-    piece, more = file.read(PIECE), file.read(PIECE)
-    if more and not tokenizer.is_fast:
-        piece, more = piece + more + file.read(), ""
-    if not more:
-        yield tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        return
-    tokens, begin = located_tokens(piece, tokenizer), 0
-    while more:
-        overlap, size = piece[-OVERLAP:], PIECE
-        following = located_tokens(overlap + more, tokenizer)
-        seam = find_seam(tokens, following, len(piece) - len(overlap), overlap)
-        if seam:
-            yield [token for _, _, token in tokens[begin : seam[0]]]
-            piece, tokens, begin = overlap + more, following, seam[1]
-        else:
-            piece += more
-            tokens, size = located_tokens(piece, tokenizer), len(piece)
-        more = file.read(size)
-    yield [token for _, _, token in tokens[begin:]]
+def token_lists(document: Iterable[str], tokenizer) -> Iterator[list[int]]:
+    """As token_ids, in lists: those of successive lines of at least PIECE characters, but the last."""
+    for piece in gathered(document, PIECE):
+        yield tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def located_tokens(text: str, tokenizer) -> list[tuple[int, int, int]]:
-    """(first character, character after the last, id) of each token."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    places = zip(encoded["offset_mapping"], encoded["input_ids"], strict=True)
-    return [(*place, token) for place, token in places]
-
-
-def find_seam(before: list, after: list, start: int, overlap: str) -> tuple[int, int] | None:
-    """The numbers of tokens of a piece, and of the next one, before a place around which both have the same.
-
-    before, after: their located_tokens. The overlap is what the next piece begins with, and the first one has
-    from character `start` on. Blanks alone do not count: what follows a run of them may decide how all of it
-    is split. Of several places it is the one closest to the middle; None if there is none.
-    """
-    skipped = bisect_left(before, (start,))
-    before = [(first - start, last - start, token) for first, last, token in before[skipped:]]
-    for place in sorted(range(len(overlap)), key=lambda place: abs(place - len(overlap) // 2)):
-        ours, theirs = bisect_left(before, (place,)), bisect_left(after, (place,))
-        common = before[ours - AROUND : ours + AROUND] if ours >= AROUND else []
-        if len(common) == 2 * AROUND and common == after[max(0, theirs - AROUND) : theirs + AROUND]:
-            first, middle, last = common[0][0], common[AROUND][0], common[-1][1]
-            if overlap[first:middle].strip() and overlap[middle:last].strip():
-                return skipped + ours, theirs
-    return None
+def gathered(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
+    """Successive texts in lists of at least so many characters, except for the last."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text) + 1
+        if size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from common.data.chat import load_chats, token_lines
 from common.data.pool import SPLIT, Sources, generated_rows
-from common.data.rows import Sample, as_samples
+from common.data.rows import TABLES, Sample, as_samples
 from common.data.sources import DataContext, generated, read_sequences
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
 from common.data.text import (
@@ -22,19 +22,25 @@ from common.data.text import (
     NONE,
     TOKEN,
     TooShort,
+    contents,
+    digest_of,
     is_generated,
     packed_rows,
+    shared_contents,
 )
 from common.models.equivalence import compare
 from common.models.head import head_of
 from common.models.load import bos_prefix, load_config
+from common.run.artifact import RECORD, resolved
 from common.run.errors import UserError
-from common.run.files import stamp, write_file
+from common.run.files import read_json, write_file
+from common.training import checkpoints
 from common.training.checkpoints import HELDOUT_CHATS, HELDOUT_TEXT
 from common.training.lines import CHAT_SET, COMPARED, START, TASK_SET, TEXT_SET
 from common.training.packing import rows_of_step
 from common.training.sharding import release
 
+TEXTS = (".txt", *TABLES)  # files whose contents are compared
 QUESTIONS = 16  # of each task, where it has a validation split
 
 
@@ -157,19 +163,36 @@ def heldout_texts(sources: Sources, context: DataContext) -> list[Sample]:
         return split_texts(sources, context, count)
     if source == NONE:
         return []
-    if os.path.isfile(source):
-        for path in filter(os.path.isfile, sources.text):
-            if stamp(path)["sha256"] == stamp(source)["sha256"]:
-                raise UserError(f"--heldout-text {source}: expected text that is not in --text, found the "
-                                f"same in {path}")
+    trained_on = set()
+    if os.path.isfile(source) and source.endswith(TEXTS):
+        trained_on = checkpoints.of_first_rank(
+            shared_with_training(sources, context) if context.ranks.first else None)
 
     def read() -> tuple[list[Sample], str]:
-        tokens, description = read_sequences(source, None, context, count, length, EVALUATION)
+        tokens, description = read_sequences(source, None, context, count, length, EVALUATION, trained_on)
         return [Sample(ids) for ids in tokens.tolist()], description
 
     samples, description = context.kept(source, ["held out", count, length], read)
-    context.ranks.say(f"reads   {description}; held out")
+    without = f" without {len(trained_on)} documents or blocks that training or calibration reads"
+    context.ranks.say(f"reads   {description}; held out{without if trained_on else ''}")
     return samples
+
+
+def shared_with_training(sources: Sources, context: DataContext) -> set[bytes]:
+    """The digests of what a file for --heldout-text shares with --text and with what RUN's calibration read.
+
+    Raises UserError if they share all of it.
+    """
+    source, run = sources.heldout_text, context.run
+    record = read_json(os.path.join(run, "calibration", RECORD))
+    calibrated = resolved(run, record["arguments"]["text"]) if isinstance(record, dict) else NONE
+    others = [text for text in dict.fromkeys([*sources.text, calibrated])
+              if os.path.isfile(text) and text.endswith(TEXTS)]
+    shared = shared_contents(source, others)
+    if shared and all(digest_of(content) in shared for content in contents(source, EVALUATION)):
+        raise UserError(f"--heldout-text {source}: expected text that training and calibration do not read, "
+                        f"found all of it in {' '.join(others)}")
+    return shared
 
 
 def split_texts(sources: Sources, context: DataContext, count: int) -> list[Sample]:

@@ -17,7 +17,7 @@ from common.data.decoding import Decoder
 from common.data.generate import TEXT, Rows, chat_form, chat_script
 from common.data.rows import as_samples, decoded
 from common.data.sources import DataContext, choose_chats, generated, read_sequences
-from common.data.text import EVALUATION, HELDOUT, load_tokens
+from common.data.text import EVALUATION, HELDOUT, TRAIN, in_part, load_tokens
 from common.models.families import geometry
 from common.models.load import load_config, load_tokenizer
 from common.run.errors import UserError
@@ -286,10 +286,14 @@ def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, mo
     assert all((record["temperature"], record["rows_at_once"]) == (1, 2) for record in records)
 
 
-def test_documents_are_continued(model, tmp_path):
-    lines = [f"{number} " * 40 for number in range(3)]
-    heldout = "too short\n" + "9 " * 40
-    (tmp_path / "text.txt").write_text("".join(f"{line}\n" for line in lines) + "short\n" * 100 + heldout)
+def test_documents_are_continued(model, tmp_path, monkeypatch):
+    """The lines of a .txt file's part, where they are long enough."""
+    monkeypatch.setattr("common.data.text.BLOCK", 1)  # a line each
+    numbered = [f"{number} " * 40 for number in range(99)]
+    lines = [line for line in numbered if in_part(f"{line}\n", TRAIN)][:3]
+    heldout = next(line for line in numbered if in_part(f"{line}\n", HELDOUT))
+    content = "".join(f"{line}\n" for line in [*lines, "short", heldout])
+    (tmp_path / "text.txt").write_text(content)
     rows = generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 30, 100)
     common = []
     for number, row in enumerate(rows):
@@ -297,8 +301,8 @@ def test_documents_are_continued(model, tmp_path):
         same = [*(row[1 : 1 + len(ids)] == ids), False].index(False)
         common.append(same)
     assert min(common) >= 32 and max(common) <= 66 and len(set(common)) > 10
-    heldout = generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 5, 100, HELDOUT)
-    assert (heldout[:, 1:33] == ids_of(load_tokenizer(model), "9 " * 16)).all()  # of its last tenth alone
+    generated_rows = generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 5, 100, HELDOUT)
+    assert (generated_rows[:, 1:33] == ids_of(load_tokenizer(model), heldout)[:32]).all()
     (tmp_path / "text.txt").write_text("too short")
     with pytest.raises(UserError, match="text.txt: expected a document of 64 tokens in .*, found none"):
         generated(f"generated:{tmp_path / 'text.txt'}", origin(model, tmp_path), 2, 100)

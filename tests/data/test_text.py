@@ -145,38 +145,56 @@ def test_all_tokens_come_back_in_order(documents, tmp_path, monkeypatch):
     tokenizer = byte_tokenizer()
     begins = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
     tokenizer.backend_tokenizer.post_processor = begins
-    plain.write_text("one document\nof two lines\n" + "x" * 2)
+    plain.write_text("one document\nof two lines\nxx")
     lines = write_text_tokens([documents, str(plain)], tokenizer, 16, None, path)
-    expected = expected_tokens(*DOCUMENTS, "one document\nof two lines\n")
+    expected = expected_tokens(*DOCUMENTS, "one document\nof two lines\nxx")
     samples = TextSamples(path, 16)
-    assert flat(samples) == expected[:128] and len(expected) == 141
+    assert flat(samples) == expected[:128] and len(expected) == 143
     assert len(samples) == 8 and {len(sample) for sample in samples} == {16}
-    assert lines == [f"{documents}: 114 tokens", f"{plain}: 27 tokens"]
+    assert lines == [f"{documents}: 114 tokens", f"{plain}: 29 tokens"]
     assert os.listdir(tmp_path / "new") == ["tokens.npy"]
     np.save(tmp_path / "plain.npy", np.array(expected[:128], dtype=np.int32))
     assert Path(path).read_bytes() == (tmp_path / "plain.npy").read_bytes()
 
 
-BOM = codecs.BOM_UTF8.decode()
-LINES = "".join(f"line {number}\n" for number in range(100))  # 790 bytes, of which line 90 begins at 710
+def parts_of(source) -> dict[str, str]:
+    """The text of each part of a .txt file."""
+    splits = (TRAIN, HELDOUT, EVALUATION)
+    return {split: "".join(next(text.documents_of(str(source), split))) for split in splits}
 
 
-@pytest.mark.parametrize(("content", "train"), [
-    (LINES, LINES[: 712 + 6]),  # the line that begins after 711
-    ("é" * 100 + "\n" + "é" * 49 + "x", "é" * 100 + "\n" + "é" * 35),  # 270 of 300: an é's second byte
-    ("x" * 89 + "\n" + "y" * 10, "x" * 89 + "\n"), ("x" * 90 + "\n" + "y" * 9, "x" * 90 + "\n"),
-    (BOM + "x" * 100, "x" * 90), ("x" * 19, "x" * 18), ("", ""),
-])
-def test_the_last_tenth_of_a_text_file_is_held_out(tmp_path, content, train):
-    """From a line's beginning on, or where there is none soon, from a character's: nothing is in both."""
-    path = tmp_path / "t.txt"
-    path.write_text(content)
-    parts = {}
-    for split in (TRAIN, HELDOUT, EVALUATION):
-        with text.open_part(str(path), split) as file:
-            parts[split] = file.read(3) + file.read()
-    assert parts == {TRAIN: train, HELDOUT: content.removeprefix(BOM)[len(train) :],
-                     EVALUATION: content.removeprefix(BOM)}
+def numbered(numbers) -> str:
+    return "".join(f"line {number} of {7 * number}\n" for number in numbers)
+
+
+def test_blocks_of_a_text_file_are_held_out_by_their_content(tmp_path, monkeypatch):
+    """Together they are the file; what is repeated elsewhere, or in another file, is in the same part but for
+    the blocks at its ends."""
+    monkeypatch.setattr(text, "BLOCK", 50)
+    path, passage = tmp_path / "t.txt", numbered(range(1000, 2000))
+    path.write_bytes((codecs.BOM_UTF8.decode() + numbered(range(1500)) + passage).encode())
+    found = [*text.blocks(str(path))]
+    assert "".join(found) == numbered(range(1500)) + passage and all(block[-1] == "\n" for block in found)
+    assert 0.7 < sum(map(len, found)) / len(found) / 50 < 1.5
+    parts = parts_of(path)
+    assert parts[EVALUATION] == "".join(found)
+    for split, chosen in ((HELDOUT, True), (TRAIN, False)):
+        expected = [block for block in found
+                    if (int(hashlib.sha256(block.encode()).hexdigest(), 16) < 2**256 // 10) == chosen]
+        assert parts[split] == "".join(expected)
+    assert 0.05 < len(parts[HELDOUT]) / len(parts[EVALUATION]) < 0.15
+    (tmp_path / "other.txt").write_text("another beginning\n" * 9 + passage)
+    assert len({*found} & {*text.blocks(str(tmp_path / "other.txt"))}) > 0.9 * len(passage) / 50 * 0.7
+    twice = {line for line in numbered(range(1000, 1500)).splitlines()}
+    assert len(twice & {*parts[TRAIN].splitlines()} & {*parts[HELDOUT].splitlines()}) < 20  # in two blocks
+
+
+def test_a_line_without_end_is_cut_where_a_character_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "LONGEST_BLOCK", 3000)
+    (tmp_path / "t.txt").write_text("é" * 7000 + "\r\nx", encoding="utf-8", newline="")
+    assert [*text.blocks(str(tmp_path / "t.txt"))] == ["é" * 3000, "é" * 3000, "é" * 1000 + "\nx"]
+    (tmp_path / "t.txt").write_text("")
+    assert parts_of(tmp_path / "t.txt") == dict.fromkeys((TRAIN, HELDOUT, EVALUATION), "")
 
 
 def test_one_document_in_ten_is_held_out_by_its_content(tmp_path):
@@ -200,16 +218,20 @@ def test_one_document_in_ten_is_held_out_by_its_content(tmp_path):
 def test_a_part_that_is_too_short_is_one_line(tmp_path, name):
     save_lines(tmp_path / "t.txt", ["xy"])
     save_lines(tmp_path / "t.jsonl", ["xy"])
-    np.save(tmp_path / "t.npy", np.arange(18, dtype="<i4").reshape(9, 2))
+    np.save(tmp_path / "t.npy", np.array([[5, 6]], "<i4"))
     with pytest.raises(TooShort, match=f"{name}: expected .* in its held-out part.*, found"):
         read(tmp_path / name, 1, 30, split=HELDOUT)
 
 
-def test_the_last_tenth_of_the_rows_of_tokens_is_held_out(tmp_path):
-    path, rows = str(tmp_path / "t.npy"), np.arange(50, dtype="<i4").reshape(25, 2)
+def test_one_row_of_tokens_in_ten_is_held_out_by_its_content(tmp_path):
+    path, rows = str(tmp_path / "t.npy"), np.arange(200, dtype="<i4").reshape(100, 2)
     np.save(path, rows)
-    for split, expected in ((TRAIN, rows[:23]), (HELDOUT, rows[23:]), (EVALUATION, rows)):
-        assert load_tokens(path, byte_tokenizer(), 25, 2, split)[0].tolist() == expected.tolist()
+    heldout = [row for row in rows.tolist() if int.from_bytes(
+        hashlib.sha256(np.array(row, "<i4").tobytes()).digest()) < 2**256 // 10]
+    others = [row for row in rows.tolist() if row not in heldout]
+    assert 2 < len(heldout) < 25
+    for split, expected in ((TRAIN, others), (HELDOUT, heldout), (EVALUATION, rows.tolist())):
+        assert load_tokens(path, byte_tokenizer(), 100, 2, split)[0].tolist() == expected
 
 
 def test_tokens_are_taken_from_each_source(tmp_path, monkeypatch):
@@ -229,7 +251,7 @@ def test_no_more_is_read_than_asked(tmp_path, monkeypatch):
     """What is damaged after them is not seen."""
     monkeypatch.setattr(text, "BATCH", 10)
     monkeypatch.setattr(text, "PIECE", 4096)
-    monkeypatch.setattr(text, "OVERLAP", 512)
+    monkeypatch.setattr(text, "LONGEST_BLOCK", 4096)
     (tmp_path / "t.jsonl").write_bytes(ROW * 100 + b"damaged")
     (tmp_path / "t.txt").write_bytes(b"a line\r\n" * 4000 + b"\xff")
     for name in ("t.jsonl", "t.txt"):
@@ -242,7 +264,7 @@ def test_no_more_is_read_than_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["t.txt", "t.jsonl"])
 def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch, name):
     """The peak of memory does not grow with the text; a text file is one document, whatever its pieces."""
-    for limit, value in (("PIECE", 4096), ("OVERLAP", 512), ("BATCH", 2000)):
+    for limit, value in (("PIECE", 4096), ("BATCH", 2000)):
         monkeypatch.setattr(text, limit, value)
     source, path, peaks = str(tmp_path / name), str(tmp_path / "tokens.npy"), []
     for count in (2000, 6000):
@@ -254,7 +276,7 @@ def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch, name
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         tokens = np.load(path).tolist()
-        assert written == [f"{source}: {len(tokens)} tokens"] and len(tokens) > 8 * count
+        assert written == [f"{source}: {len(tokens)} tokens"] and len(tokens) > 6 * count
         assert load_tokens(source, byte_tokenizer(), 1, len(tokens) - 1)[0].tolist() == [tokens[:-1]]
     assert peaks[1] < 1.2 * peaks[0]
 
@@ -281,21 +303,18 @@ def test_tokens_are_read_as_they_were_written(tmp_path):
     rows = np.arange(12, dtype="<i4").reshape(3, 4)
     np.save(path, rows)
     for asked, expected in (((9, 9), rows), ((2, 3), rows[:2, :3])):
-        tokens, _ = load_tokens(path, tokenizer, *asked)
+        tokens, _ = load_tokens(path, tokenizer, *asked, EVALUATION)
         assert tokens.dtype is torch.int64 and tokens.tolist() == expected.tolist()
     tokenizer.bos_token = "^"
     begin, tokenizer.bos = tokenizer.bos_token_id, True
-    tokens, _ = load_tokens(path, tokenizer, 2, 4)
+    tokens, _ = load_tokens(path, tokenizer, 2, 4, EVALUATION)
     assert tokens.tolist() == [[begin, 0, 1, 2], [begin, 4, 5, 6]]
     np.save(path, np.array([[begin, 1, 2], [begin, 3, 4]], "<i4"))
-    assert load_tokens(path, tokenizer, 9, 3)[0].tolist() == [[begin, 1, 2], [begin, 3, 4]]
+    assert load_tokens(path, tokenizer, 9, 3, EVALUATION)[0].tolist() == [[begin, 1, 2], [begin, 3, 4]]
 
 
 def test_a_document_of_a_text_file_is_a_line_of_it(tmp_path):
-    """Whatever else str.splitlines would split at; the last tenth of the file is held out."""
+    """Whatever else str.splitlines would split at."""
     path, line = str(tmp_path / "lines.txt"), "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg"
     Path(path).write_text(f"{line}\n\n{line}\r\nlast", encoding="utf-8")
     assert [*text.read_documents(path, EVALUATION)] == [line, "", line, "last"]
-    Path(path).write_text("".join(f"{number}\u2028\n" for number in range(200)))
-    heldout = [*text.read_documents(path, HELDOUT)]
-    assert heldout == [f"{number}\u2028" for number in range(200 - len(heldout), 200)] and len(heldout) > 15

@@ -15,17 +15,23 @@ from torchrun import ROOT
 RESULTS, REAL = "bench/RESULTS.md", "docs/smollm2.md"
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 
-TASKS = RESULTS, "trained on | tokens | exact match, 8 tasks | perplexity of code"
+DEMO = RESULTS, " | teacher | mean-pool, untrained | aligned, untrained | mean-pool | aligned"
+RECORDS = RESULTS, ("conversion | tokens | cost | KL to source | top-1 | perplexity | above the source | "
+                    "arc_easy, openbookqa, piqa | commit")
 RECOVERY = RESULTS, "merged by | batch | learning rate | tokens | perplexity | above the source | KL | top-1"
-DEMO = "README.md", " | teacher | mean-pool, untrained | aligned, untrained | mean-pool | aligned"
+README = "README.md", ("model, kv heads | trained on | cache | KL to the source, nats | top-1 | "
+                       "perplexity (source) | cost | commit, command")
 SMOLLM2 = REAL, ("3 -> 1 kv heads | KV bytes per token | perplexity (loss), default context | "
                  "perplexity, `--key-context 512`")
-TASK_ROWS = {"mean-pool, untrained": "mean-pool, untrained", "aligned, untrained": "aligned, untrained",
-             "mean-pool": "mean-pool, tasks and text", "aligned": "aligned, tasks and text"}
+MEASURED = {"KL to the source, nats": ("KL to the teacher, text", "KL to source"),
+            "top-1": ("top-1 agreement, text, %", "top-1"),
+            "perplexity (source)": ("perplexity of code", "perplexity")}
 COPIES = [
-    *(((*DEMO, figure, column), (*TASKS, row, measured)) for column, row in TASK_ROWS.items()
-      for figure, measured in (("exact match", "exact match, 8 tasks"),
-                               ("perplexity of code", "perplexity of code"))),
+    *(((*README, row, column), (*DEMO, demo, way)) for column, (demo, _) in MEASURED.items()
+      for row, way in (("the paper's method", "aligned"), ("heads not aligned", "mean-pool"))),
+    *(((*README, row, column), (*RECORDS, conversion, record)) for column, (_, record) in MEASURED.items()
+      for row, conversion in (("closed form", "| untrained | 0 |"),
+                              ("0.5 M tokens of WikiText", "2 x 512 | 0.5 M"))),
     ((*SMOLLM2, "| closed form |", "perplexity, `--key-context 512`"), (RESULTS, "without a refit ({})")),
     ((*SMOLLM2, "the paper", "perplexity (loss), default context"),
      (*RECOVERY, "| the paper: rotations and mean |  |", "perplexity")),

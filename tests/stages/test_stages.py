@@ -209,17 +209,16 @@ def unread(path, model: str, length: int, calibrated: int = 8) -> tuple[torch.Te
     return read_unread(record, origin, 4, length)
 
 
-def test_the_equivalence_check_reads_what_the_calibration_has_not(inputs, tmp_path):
-    """The held-out part of a text, or of several documents."""
+def test_the_equivalence_check_reads_what_the_calibration_has_not(inputs, tmp_path, monkeypatch):
+    """The held-out part of a text, whose blocks are lines here, or of several documents."""
+    monkeypatch.setattr("common.data.text.BLOCK", 1)
     lines = [f"{number} is a number, and {7 * number} is seven times as much.\n" for number in range(100)]
     text, documents = tmp_path / "text.txt", tmp_path / "documents.jsonl"
     text.write_text("".join(lines))
     documents.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    border = len(text.read_text()) * 9 // 10
-    last = [line for line in lines if text.read_text().index(line) >= border]
-    of_text = AutoTokenizer.from_pretrained(inputs["model"])("".join(last))["input_ids"]
     held_out = [line for line in lines if hashlib.sha256(line.encode()).hexdigest() < "1" + 63 * "9"]
-    of_documents = AutoTokenizer.from_pretrained(inputs["model"])(held_out)["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(inputs["model"])
+    of_text, of_documents = tokenizer("".join(held_out))["input_ids"], tokenizer(held_out)["input_ids"]
     expected = {text: [of_text[start : start + 40] for start in range(0, 160, 40)],
                 documents: [ids[:40] for ids in of_documents[:4]]}
     for path, rows in expected.items():
