@@ -1,7 +1,6 @@
 """Many rows read by a model a token at a time: no step waits for the host, on GPUs as captured graphs."""
 
 import contextlib
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -17,28 +16,19 @@ SPAN = 64  # positions: attention reads the cache up to a multiple of it, and ea
 BLOCK = 256  # tokens of the vocabulary whose probabilities are first summed
 
 
-@dataclass
-class Place:
-    """Where a token stands, for all layers."""
-
-    position: torch.Tensor  # [1] int64, on the device
-    capacity: int  # positions that there is memory for
-    span: int = SPAN  # positions that attention reads
-
-
 class StaticLayer(DynamicLayer):
-    """A layer's cache in memory allocated once, written at place.position and read up to place.span."""
+    """A layer's cache, whose memory is allocated once: written at `position` and read up to `span`."""
 
-    def __init__(self, place: Place):
+    def __init__(self, position: torch.Tensor, capacity: int):
         super().__init__()
-        self.place, self.buffer = place, None
+        self.position, self.capacity, self.span, self.buffer = position, capacity, SPAN, None
 
     def update(self, keys, values, *args, **kwargs):
         """keys, values [n, G, 1, d] of the token at this position -> [n, G, span, d] of all so far."""
         if self.buffer is None:  # zeros: what is not written yet is read, too, with weights of zero
-            self.buffer = keys.new_zeros(2, *keys.shape[:2], self.place.capacity, keys.shape[3])
-        self.buffer.index_copy_(3, self.place.position, torch.stack((keys, values)))
-        return self.buffer[:, :, :, : self.place.span]
+            self.buffer = keys.new_zeros(2, *keys.shape[:2], self.capacity, keys.shape[3])
+        self.buffer.index_copy_(3, self.position, torch.stack((keys, values)))
+        return self.buffer[:, :, :, : self.span]
 
 
 @contextlib.contextmanager
@@ -62,38 +52,35 @@ class Decoder:
         self.model, self.rows, options = model, rows, {"device": model.device}
         attach_windows(model)
         self.switch = rope_switch(model.config, length, model.name_or_path)
-        self.place = Place(torch.zeros(1, dtype=torch.int64, **options), -(-length // SPAN) * SPAN)
-        self.cache = Cache(layers=[StaticLayer(self.place) for _ in model.model.layers])
+        self.position, capacity = torch.zeros(1, dtype=torch.int64, **options), -(-length // SPAN) * SPAN
+        self.places = torch.arange(capacity, **options)
+        self.cache = Cache(layers=[StaticLayer(self.position, capacity) for _ in model.model.layers])
         self.tokens, self.drawn = (torch.zeros(rows, dtype=torch.int64, **options) for _ in range(2))
         self.history = torch.zeros(rows, length, dtype=torch.int64, **options)  # all tokens read so far
         self.numbers = torch.zeros(rows, 1, dtype=torch.float64, **options)
         self.finite = torch.ones((), dtype=torch.bool, **options)
-        self.places = torch.arange(self.place.capacity, **options)
-        kinds = str(getattr(model.model.rotary_emb, "rope_type", ""))
-        fixed = "dynamic" not in kinds and "longrope" not in kinds  # those read the position on the host
-        captured = model.device.type == "cuda" and fixed
-        self.graphs = {} if captured else None  # span -> graph
-        self.memory = torch.cuda.graph_pool_handle() if captured else None  # of all graphs, run in turn
+        rope = str(getattr(model.model.rotary_emb, "rope_type", ""))
+        on_host = "dynamic" in rope or "longrope" in rope  # where the position is read
+        self.captured, self.graphs = model.device.type == "cuda" and not on_host, {}  # span -> graph
+        self.memory = torch.cuda.graph_pool_handle() if self.captured else None  # of all graphs, run in turn
 
-    def read(self) -> None:
-        """Read self.tokens at this place, and draw the next ones; it changes nothing to do it twice."""
-        place = self.place
-        ages = place.position - self.places[: place.span]
-        for layer in self.model.model.layers:  # not all classes pass options on to their attention
-            layer.self_attn.ages = ages
+    def read(self, span: int) -> None:
+        """Read self.tokens at this position, and draw the next ones; it changes nothing to do it twice."""
+        ages = self.position - self.places[:span]
+        for layer, cached in zip(self.model.model.layers, self.cache.layers, strict=True):
+            layer.self_attn.ages = ages  # not all classes pass options on to their attention
+            cached.span = span
         with attending(self.model, "single-query"):
             hidden = self.model.model(
-                input_ids=self.tokens[:, None], position_ids=place.position[None],
+                input_ids=self.tokens[:, None], position_ids=self.position[None],
                 past_key_values=self.cache, use_cache=True).last_hidden_state
         logits = head_of(self.model)(hidden[:, -1])  # [n, V] float32
         self.finite.logical_and_(logits.sum().isfinite())
         self.drawn.copy_(draw(logits, self.numbers))
 
     def read_again(self) -> None:
-        """Replace all keys and values so far by those of a forward pass that comes as far as this position,
-        from which on RoPE turns by other angles; a text at a time.
-        """
-        length = int(self.place.position) + 1
+        """Compute all keys and values so far again, by RoPE's angles from here on; a text at a time."""
+        length = int(self.position) + 1
         for row, tokens in enumerate(self.history[:, :length]):
             again = DynamicCache()
             self.model.model(input_ids=tokens[None], past_key_values=again, use_cache=True)
@@ -104,23 +91,21 @@ class Decoder:
     @torch.no_grad()
     def next(self, position: int, tokens: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """[n]: what follows tokens [n] at `position`, drawn by random numbers [n, 1] from 0 to 1."""
-        self.place.position.fill_(position)
+        self.position.fill_(position)
         self.tokens.copy_(tokens)
         self.numbers.copy_(numbers)
         self.history[:, position] = tokens
         if position == self.switch:
             self.read_again()
-        span = self.place.span = (position // SPAN + 1) * SPAN
-        if self.graphs is None:
-            self.read()
-            return self.drawn
-        if span not in self.graphs:
-            self.read()  # loads what a captured run may not
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.memory):
-                self.read()
-            self.graphs[span] = graph
-        self.graphs[span].replay()
+        span = (position // SPAN + 1) * SPAN
+        if not self.captured or span not in self.graphs:  # the first run loads what a captured one may not
+            self.read(span)
+        if self.captured and span not in self.graphs:
+            self.graphs[span] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[span], pool=self.memory):
+                self.read(span)
+        if self.captured:
+            self.graphs[span].replay()
         return self.drawn
 
     def check(self) -> None:

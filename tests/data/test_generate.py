@@ -222,7 +222,7 @@ def origin(model: str, home, **changes) -> DataContext:
 
 @pytest.mark.parametrize(("chats", "length"), [(False, 30), pytest.param(True, 60, marks=pytest.mark.slow)])
 def test_tokens_do_not_depend_on_kills_or_on_the_number_of_ranks(model, tmp_path, monkeypatch, chats, length):
-    monkeypatch.setattr(generate, "ROWS", 2)
+    monkeypatch.setattr(generate, "CPU_ROWS", 2)
 
     def tokens(name: str, **changes) -> np.ndarray:
         return generated("generated", origin(model, tmp_path / name, **changes), 5, length, chats=chats)
@@ -275,7 +275,7 @@ def test_generated_turns_end_with_all_tokens_that_a_checkpoint_lists(model, tmp_
 def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, monkeypatch):
     shape = geometry(load_config(model))
     row = 2 * 4 * 30 * shape.layers * shape.kv_heads * shape.head_dim  # bytes of keys and values in float32
-    monkeypatch.setattr(generate, "CACHE", 3 * row - 1)
+    monkeypatch.setattr(generate, "CPU_CACHE", 3 * row - 1)
     place = origin(model, tmp_path)
     train, longer = (generated("generated", place, rows, 30) for rows in (4, 6))
     heldout = generated("generated", place, 4, 30, HELDOUT)
