@@ -2,9 +2,8 @@
 
 Reads   any checkpoints (default: the teacher, merged/ and gqa/ of RUN), the validation sets of the eight
         tasks, chats, a text, or what a calibration has not read of its own
-Writes  RUN/eval/: eval.md, a column per checkpoint, or a row if there are more than six; its figures in
-        stage.json; eval.jsonl, each checkpoint's answer to each question; with --cache frontier.png, bytes
-        against KL of every checkpoint and cache
+Writes  RUN/eval/: eval.md, a column per checkpoint; its numbers in stage.json; eval.jsonl, each checkpoint's
+        answer to each question; with --cache frontier.png, bytes against KL of every checkpoint and cache
         the scores into the model card (README.md) of a checkpoint exported by stage 6 in RUN
 
     python 07_eval.py --run runs/llama2-7b --device cuda
@@ -21,9 +20,10 @@ Likelihood: the right choice has the highest log-probability, summed over its to
 questions, the paper's "Avg.", and macro over tasks, ± standard error. Text, and the answers of chats:
 perplexity, and how close a checkpoint is to the first one, as mean KL, as the share of tokens for which both
 predict the same next one (top-1 agreement), and as the difference of their losses; ± standard error over
-sequences. Tasks' prompts and text begin with the begin-of-sequence token if the tokenizer adds it to text
-(--bos, --no-bos). Quantized caches are simulated, in ggml's formats and three layouts: with channels in
-transformers' order, with RoPE's pairs side by side, and these rotated, as llama.cpp does.
+sequences. Speeds are those of one sequence, the median of five runs. Tasks' prompts and text begin with the
+begin-of-sequence token if the tokenizer adds it to text (--bos, --no-bos). Quantized caches are simulated,
+in ggml's formats and three layouts: with channels in transformers' order, with RoPE's pairs side by side,
+and these rotated, as llama.cpp does.
 """
 
 import argparse
@@ -31,41 +31,20 @@ import common.run.openmp  # noqa: F401 - before torch
 import importlib
 import json
 import os
-from functools import partial
 from pathlib import Path
 
-import torch
-
 from common.data import demo
-from common.data.rows import TABLE_NAMES, Sample
+from common.data.rows import TABLE_NAMES
 from common.data.sources import CHECKED
 from common.data.tasks import TASKS
 from common.data.text import EXPECTED, NONE, digests_of
-from common.evaluation import evaluate
-from common.evaluation.compared import (
-    ANSWER_TOKENS,
-    Tokenized,
-    is_calibration,
-    prepare,
-    read_calibration_text,
-    read_prompts,
-    read_questions,
-    same_tokenizers,
-)
-from common.models import proof
-from common.models.layers import Layers
-from common.models.load import bos_prefix, describe, load_model, needs_several_gpus, pick_device, source_model
-from common.models.quantized_cache import BITS, BLOCK, LAYOUTS, has_blocks, parse_cache
+from common.evaluation import compared
+from common.evaluation.compared import Settings, is_calibration
+from common.evaluation.measure import measure_all
+from common.models.load import bos_prefix, describe, pick_device, source_model
+from common.models.quantized_cache import BITS, LAYOUTS, parse_cache
 from common.reporting import card, plots
-from common.reporting.tables import (
-    answers_section,
-    cache_rows,
-    caches_section,
-    caption,
-    results_table,
-    summary_line,
-    without_speeds,
-)
+from common.reporting.scores import cache_rows, caption, scores, summary_line, without_speeds
 from common.run import flags, progress
 from common.run.artifact import (
     RECORD,
@@ -80,14 +59,33 @@ from common.run.errors import Complete, UserError, run_stage
 from common.run.files import read_json, read_text, write_text
 from common.run.flags import stage_parser
 from common.run.kinds import SOURCE
-from common.training.lines import OPEN_MASKS, TEXT
+from common.training.lines import OPEN_MASKS
 
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
 TABLE, OUTCOMES, PICTURE = "eval.md", "eval.jsonl", "frontier.png"
 
 
-def parse():
+def parse() -> argparse.Namespace:
     parser = stage_parser(__doc__)
+    add_task_flags(parser)
+    add_text_flags(parser)
+    add_execution_flags(parser)
+    args = parser.parse_args()
+    if not args.dtype:
+        args.dtype = "bfloat16" if pick_device(args.device).startswith("cuda") else "float32"
+    if args.seed is not None and args.limit is None:
+        raise UserError("--seed: expected --limit N with it, found no --limit")
+    if args.layerwise and (args.tasks not in (None, NONE) or args.limit or args.prompts or args.chat):
+        raise UserError("--layerwise: expected no --tasks, --limit, --prompts or --chat, because it answers "
+                        "no questions")
+    if args.cache and (args.layerwise or args.text == NONE):
+        raise UserError("--cache: expected a text, and no --layerwise")
+    for text in args.cache or ():
+        parse_cache(text)
+    return args
+
+
+def add_task_flags(parser) -> None:
     parser.section("checkpoints and tasks")
     parser.add_argument("--model", nargs="+", metavar="[NAME=]DIR",
                         help="checkpoints; the first is the reference (default: the student's teacher, and "
@@ -108,6 +106,9 @@ def parse():
                              "token (default: if the checkpoint's tokenizer does so itself)")
     parser.add_argument("--prompts", metavar="FILE",
                         help="also answer the prompts in FILE, one a line, greedily, and show the answers")
+
+
+def add_text_flags(parser) -> None:
     parser.section("text, chats and speed")
     parser.add_argument("--text",
                         help=f"{EXPECTED}; of c4, demo and hf:... the held-out part; a .npy file of tokens "
@@ -124,6 +125,9 @@ def parse():
     parser.add_argument("--cache", nargs="+", metavar="FORMAT",
                         help=f"also measure text with caches of f16 and these formats: {', '.join(BITS)}, or "
                              "two of them as KEYS/VALUES")
+
+
+def add_execution_flags(parser) -> None:
     parser.section("execution")
     parser.add_argument("--batch", type=flags.positive, default=64, help="prompts per generation batch")
     parser.add_argument("--device", type=flags.device, default="auto",
@@ -136,19 +140,6 @@ def parse():
                         help="of the forward passes (default: bfloat16 on GPUs, float32 on CPUs)")
     parser.add_argument("--register", nargs="+", metavar="MODULE",
                         help="modules that register more model types, e.g. related.dha.modeling")
-    args = parser.parse_args()
-    if not args.dtype:
-        args.dtype = "bfloat16" if pick_device(args.device).startswith("cuda") else "float32"
-    if args.seed is not None and args.limit is None:
-        raise UserError("--seed: expected --limit N with it, found no --limit")
-    if args.layerwise and (args.tasks not in (None, NONE) or args.limit or args.prompts or args.chat):
-        raise UserError("--layerwise: expected no --tasks, --limit, --prompts or --chat, because it answers "
-                        "no questions")
-    if args.cache and (args.layerwise or args.text == NONE):
-        raise UserError("--cache: expected a text, and no --layerwise")
-    for text in args.cache or ():
-        parse_cache(text)
-    return args
 
 
 def task_files(source: str | None) -> list[str]:
@@ -210,158 +201,96 @@ def verify(path: str) -> dict:
     return {} if count is None else {OPEN_MASKS: count}
 
 
-def has_card(path: str) -> bool:
-    return os.path.exists(os.path.join(path, card.CARD))
-
-
-def is_within(path: str, run: str) -> bool:
-    """Whether a checkpoint is in the run directory, so that scores go into its card."""
-    return Path(path).resolve().is_relative_to(Path(run).resolve())
-
-
-def choose_sources(args) -> tuple[str, str]:
+def choose_sources(run: str, tasks: str | None, text: str | None) -> tuple[str, str]:
     """Sources of the questions and the text; the demo's are the default for a run of the demo model."""
-    path, name = os.path.join(args.run, "calibration"), None
+    path, name = os.path.join(run, "calibration"), None
     if os.path.exists(path):
         name = read_record(path, "01_calibrate.py")["model"]["name"]
-    tasks, text = demo.default_sources(name == demo.DEMO)
-    return args.tasks or tasks, args.text or text
+    default_tasks, default_text = demo.default_sources(name == demo.DEMO)
+    return tasks or default_tasks, text or default_text
 
 
-def measure(name: str, checkpoint: dict, tokenized: Tokenized, tasks, reference: dict | None, args):
-    """All metrics of one checkpoint, one outcome per question, and its predictions for each of its sets.
+def settle(args) -> Settings:
+    """The settings that the flags, or their defaults, come to. Raises UserError as what reads them."""
+    tasks, text = choose_sources(args.run, args.tasks, args.text)
+    bos = compared.calibration_bos(text, args.bos) if is_calibration(text) else args.bos
+    return Settings(
+        tasks=NONE if args.layerwise else tasks, only=tuple(args.only), limit=args.limit, seed=args.seed,
+        text=text, chat=args.chat, prompts=tuple(compared.read_prompts(args.prompts)),
+        sequences=args.sequences, length=args.length, bos=bos,
+        caches=tuple(map(parse_cache, args.cache or ())), layerwise=args.layerwise, batch=args.batch,
+        device=pick_device(args.device), dtype=args.dtype)
 
-    checkpoint: from describe. reference: the first checkpoint's predictions, of sets with the same
-    tokens; None for that one.
+
+def begin(args, output: str, described: dict):
+    """Start the stage, as begin_stage. An evaluation that is complete is printed."""
+    texts = [args.text, args.chat, args.prompts, *task_files(args.tasks)]
+    inputs = {name: model["fingerprint"] for name, model in described.items()}
+    inputs |= digests_of(texts, args.run, "" if args.force or args.update else output)
+    inputs |= input_digests(args.run, [args.text] if is_calibration(args.text or "") else [])
+    try:
+        return begin_stage("07_eval.py", args, output, inputs=inputs)
+    except Complete:
+        print(read_text(os.path.join(output, TABLE)))
+        raise
+
+
+def tokenize(checkpoints: dict[str, str], settings: Settings) -> dict[str, compared.Tokenized]:
+    """What each checkpoint, by name, is measured on."""
+    questions = compared.read_questions(settings)
+    unread = compared.read_calibration_text(settings)
+    tokenized = {name: compared.prepare(path, settings, questions, unread)
+                 for name, path in checkpoints.items()}
+    sets = [each for texts in tokenized.values() for each in texts.sets.values()]
+    for description in dict.fromkeys(description for _, description in sets):
+        print(f"reads   {description}")
+    return tokenized
+
+
+def cards(checkpoints: dict[str, str], run: str) -> dict[str, str]:
+    """The checkpoints in the run directory that have a card, for their scores; cards elsewhere stay as they
+    are. Raises UserError for one that cannot be read.
     """
-    path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device)
-    spread = needs_several_gpus(path, dtype, device)
-    print(f"reads   {path}{', spread over all GPUs' if spread else ''}")
-    model = load_model(path, dtype, device, spread)
-    if args.cache:
-        proof.attach_pairs(model)
-    if args.cache and not has_blocks(model.config):
-        print(f"note    --cache: heads of {path} have no blocks of {BLOCK} channels; f16 alone is measured")
-    metrics = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")}
-    metrics["tasks"], outcomes = evaluate.answer_questions(
-        name, model, tokenized.tokenizer, tasks, tokenized.samples, args.batch)
-    metrics |= evaluate.averages(metrics["tasks"])
-    predictions = {}
-    for prefix, (samples, source) in tokenized.sets.items():
-        against = (reference or {}).get(prefix)
-        compared, predictions[prefix] = evaluate.prediction_metrics(model, samples, against)
-        metrics |= {f"{prefix}{key}": value for key, value in compared.items()}
-        metrics |= measured_on(prefix, samples, source)
-    if args.cache and TEXT in predictions:
-        caches = [parse_cache(text) for text in args.cache if has_blocks(model.config)]
-        against = predictions[TEXT] if reference is None else reference.get(TEXT)
-        metrics["caches"] = evaluate.cache_metrics(model, tokenized.sets[TEXT][0], against, caches)
-    if tokenized.prompts:
-        metrics["answers"] = evaluate.complete(model, tokenized.tokenizer, tokenized.prompts, ANSWER_TOKENS)
-    row = torch.arange(tokenized.length) % model.config.vocab_size  # only their number affects the cost
-    metrics["cache_bytes_per_token"] = evaluate.cache_bytes_per_token(model, row)
-    return metrics | evaluate.speed(model, row), outcomes, predictions
-
-
-def measure_layerwise(name: str, checkpoint: dict, tokenized: Tokenized, args) -> dict:
-    """Perplexity and cache size of one checkpoint, with one decoder layer in memory at a time."""
-    path, dtype, device = checkpoint["path"], getattr(torch, args.dtype), pick_device(args.device)
-    print(f"reads   {path}, layer by layer")
-    layers = Layers(path, dtype, device, layerwise=True)
-    metrics = {key: checkpoint[key] for key in ("path", "heads", "kv_heads")} | {"tasks": {}}
-    if TEXT in tokenized.sets:
-        samples, source = tokenized.sets[TEXT]
-        tokens = torch.tensor([sample.prompt for sample in samples])
-        metrics |= evaluate.layerwise_perplexity(layers, tokens, args.run)
-        metrics |= measured_on(TEXT, samples, source)
-    row = torch.arange(tokenized.length) % layers.config.vocab_size
-    # the weights are on the meta device, which suffices for sizes
-    return metrics | {"cache_bytes_per_token": evaluate.cache_bytes_per_token(layers.model, row)}
-
-
-def measured_on(prefix: str, samples: list[Sample], source: str) -> dict:
-    """What the metrics with this prefix were measured on: where it comes from, and how many tokens count."""
-    tokens = sum(sample.answer_tokens or len(sample) - 1 for sample in samples)
-    return {f"{prefix}perplexity_text": source, f"{prefix}perplexity_tokens": tokens}
-
-
-def measure_all(described: dict, tokenized: dict[str, Tokenized], tasks, comparable: set[str], args):
-    """The metrics of each checkpoint, by name, and all outcomes of questions.
-
-    described: name -> describe; the first is the reference. comparable: from same_tokenizers. Raises
-    UserError for a checkpoint that changes meanwhile.
-    """
-    results, outcomes, predictions = {}, [], None
-    for name, checkpoint in described.items():
-        if args.layerwise:
-            results[name] = measure_layerwise(name, checkpoint, tokenized[name], args)
-            continue
-        ours, first = tokenized[name].sets, next(iter(tokenized.values())).sets
-        same = predictions and {prefix: each for prefix, each in predictions.items()
-                                if name in comparable and ours[prefix][0] == first[prefix][0]}
-        results[name], answered, predicted = measure(name, checkpoint, tokenized[name], tasks, same, args)
-        predictions = predicted if predictions is None else predictions
-        outcomes += answered
-    for path, fingerprint in ((each["path"], each["fingerprint"]) for each in described.values()):
-        if describe(path)["fingerprint"] != fingerprint:
-            raise UserError(f"{path}: changed while it was measured; run the same command again")
-    return results, outcomes
+    found = {}
+    for name, path in checkpoints.items():
+        if os.path.exists(os.path.join(path, card.CARD)):
+            if Path(path).resolve().is_relative_to(Path(run).resolve()):
+                read_text(os.path.join(path, card.CARD))
+                found[name] = path
+            else:
+                print(f"note    {path} is not in {run}: scores in its model card, if any, stay as they are")
+    return found
 
 
 def main():
     args = parse()
     register(args.register or ())
-    output = os.path.join(args.run, "eval")
-    checkpoints = choose_checkpoints(args)
+    checkpoints, output = choose_checkpoints(args), os.path.join(args.run, "eval")
     described = {name: describe(path) for name, path in checkpoints.items()}
-    inputs = {name: model["fingerprint"] for name, model in described.items()}
-    texts = [args.text, args.chat, args.prompts, *task_files(args.tasks)]
-    inputs |= digests_of(texts, args.run, "" if args.force or args.update else output)
-    inputs |= input_digests(args.run, [args.text] if is_calibration(args.text or "") else [])
-    try:
-        started = begin_stage("07_eval.py", args, output, inputs=inputs)
-    except Complete:
-        print(read_text(os.path.join(output, TABLE)))
-        raise
+    started = begin(args, output, described)
     open_masks = {name: verify(path) for name, path in checkpoints.items()}
-    for path in checkpoints.values():
-        if has_card(path) and is_within(path, args.run):  # one that cannot be read gets no scores
-            read_text(os.path.join(path, card.CARD))
-    source, text = choose_sources(args)
-    tasks = {} if args.layerwise else read_questions(args, source)
-    prompts = read_prompts(args.prompts)
-    unread = read_calibration_text(text, args) if is_calibration(text) else None
-    tokenized = {name: prepare(path, tasks, text, unread, prompts, args)
-                 for name, path in checkpoints.items()}
-    reference, device = next(iter(checkpoints)), pick_device(args.device)
-    comparable = same_tokenizers(checkpoints, tokenized, list(filter(None, (text, args.chat))))
-    sets = [each for texts in tokenized.values() for each in texts.sets.values()]
-    for description in dict.fromkeys(description for _, description in sets):
-        print(f"reads   {description}")
-    args.bos = bool(bos_prefix(tokenized[reference].tokenizer))
+    scored, settings = cards(checkpoints, args.run), settle(args)
+    tokenized, reference = tokenize(checkpoints, settings), next(iter(checkpoints))
+    comparable = compared.same_tokenizers(checkpoints, tokenized, settings)
+    bos = bool(bos_prefix(tokenized[reference].tokenizer))
 
-    results, outcomes = measure_all(described, tokenized, tasks, comparable, args)
+    results, outcomes = measure_all(described, tokenized, comparable, settings, args.run)
     results = {name: metrics | open_masks[name] for name, metrics in results.items()}
-    table = results_table(results) + caches_section(results) + answers_section(prompts, results)
-    captioned = partial(caption, source=source, limit=args.limit, seed=args.seed,
-                   hardware=f"{device}, {args.dtype}", bos=args.bos)
-    memory = progress.peak_memory()
-    record = started.record(described[reference], {"peak_memory_gib": memory}, device=device,
-                            begin_of_sequence=args.bos, prompts=prompts, results=results)
+    described_by = caption(results[reference], settings, bos)
+    table, memory = scores(results, settings.prompts, described_by), progress.peak_memory()
+    record = started.record(described[reference], {"peak_memory_gib": memory}, device=settings.device,
+                            begin_of_sequence=bos, prompts=settings.prompts, results=results)
     with write_directory(output) as aside:
         write_text(os.path.join(aside, OUTCOMES), "".join(json.dumps(each) + "\n" for each in outcomes))
-        write_text(os.path.join(aside, TABLE), f"{captioned(results[reference])}\n\n{table}\n")
-        if cache_rows(results):
+        write_text(os.path.join(aside, TABLE), f"{table}\n")
+        if rows := cache_rows(results):
             title = f"KL from {os.path.basename(described[reference]['path'])}"
-            plots.frontier(os.path.join(aside, PICTURE), cache_rows(results), list(LAYOUTS), title)
-        write_record(aside, record)
+            plots.frontier(os.path.join(aside, PICTURE), rows, list(LAYOUTS), title)
+        write_record(aside, record | {"arguments": record["arguments"] | {"bos": bos}})
     print(f"\n{table}\n\nwrote   {output}")
-    for name, path in checkpoints.items():
+    for name, path in scored.items():
         pair = {key: without_speeds(results[key]) for key in (reference, name)}
-        answers = caches_section(pair) + answers_section(prompts, pair)
-        if has_card(path) and not is_within(path, args.run):
-            print(f"note    {path} is not in {args.run}: scores in its model card, if any, stay as they are")
-        elif card.write_scores(path, f"{results_table(pair)}\n\n{captioned(pair[reference])}{answers}"):
+        if card.write_scores(path, scores(pair, settings.prompts, described_by)):
             print(f"wrote   {os.path.join(path, card.CARD)}: scores")
     print(f"07_eval: {summary_line(results)}; in {started.clock()} s, peak host memory {memory} GiB")
 

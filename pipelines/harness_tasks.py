@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from urllib.parse import quote
 
 from common.data.tasks import Example, choice_samples
+from common.evaluation.compared import Settings, read_questions
 from common.models.load import bos_prefix, load_tokenizer
 from common.run.artifact import read_record
 from common.run.errors import UserError, run_stage
@@ -145,8 +146,8 @@ def main():
         if os.path.exists(path) and not args.force:
             raise UserError(f"{path} already exists; pass --force to replace it")
     stage7 = importlib.import_module("07_eval")
-    source, _ = stage7.choose_sources(evaluated)
-    tasks = stage7.read_questions(evaluated, source)
+    source, _ = stage7.choose_sources(args.run, evaluated.tasks, evaluated.text)
+    tasks = read_questions(Settings(source, evaluated.only, evaluated.limit, evaluated.seed))
     checkpoints = {name: metrics["path"] for name, metrics in record["results"].items()}
     tokenizer = load_tokenizer(next(iter(checkpoints.values())))
     print(write_tasks(args.output, tasks, tokenizer))

@@ -368,3 +368,13 @@ def measured(student) -> dict[str, float]:
     metrics = HELDOUT.metrics(student.job, student.teacher, SCHEDULE)
     assert metrics.pop("heldout_seconds") > 0
     return metrics
+
+
+def compared(ours: torch.Tensor, theirs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What COMPARED is at each position: of log-probabilities [..., V] and next tokens [...]."""
+    return {
+        "kl": (theirs.exp() * (theirs - ours)).sum(-1),
+        "loss": -ours.gather(-1, targets[..., None])[..., 0],
+        "teacher_loss": -theirs.gather(-1, targets[..., None])[..., 0],
+        "agreement": (ours.argmax(-1) == theirs.argmax(-1)).double(),
+    }

@@ -20,7 +20,8 @@ from common.data.tasks import (
 from common.data.text import EVALUATION, NONE, load_tokens, sequence_length
 from common.evaluation import evaluate
 from common.models import proof
-from common.models.load import load_config, load_tokenizer, pick_device, source_model
+from common.models.load import load_config, load_tokenizer, source_model
+from common.models.quantized_cache import Cache
 from common.run.artifact import RECORD, read_record
 from common.run.errors import UserError
 from common.run.files import open_text
@@ -29,15 +30,36 @@ from common.training.lines import CHATS, TEXT
 ANSWER_TOKENS = 64  # at most, to a prompt
 
 
-def read_questions(args, source: str) -> dict[str, dict[int, Example]]:
+@dataclass(frozen=True)
+class Settings:
+    """What stage 7 compares checkpoints on, and how it computes. None: there is no such data, or no limit."""
+
+    tasks: str = NONE  # where questions come from, as for load_task, or NONE
+    only: tuple[str, ...] = ()  # tasks
+    limit: int | None = None  # questions of each task
+    seed: int | None = None  # by which they are drawn; None: the first ones
+    text: str = NONE  # a source, as for load_tokens, a calibration, or NONE
+    chat: str | None = None
+    prompts: tuple[str, ...] = ()
+    sequences: int = 32  # of text and chats
+    length: int | None = None  # tokens per sequence; None: CHECKED, or as many as there are
+    bos: bool | None = None  # as for load_tokenizer
+    caches: tuple[Cache, ...] = ()
+    layerwise: bool = False
+    batch: int = 64  # prompts generated side by side
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+def read_questions(settings: Settings) -> dict[str, dict[int, Example]]:
     """The selected questions: task -> index in the file -> question."""
     tasks = {}
-    if source == NONE:
+    if settings.tasks == NONE:
         return tasks
-    require_split(args.only, "validation", source)
-    for task in args.only:
-        examples, path = load_task(task, "validation", source)
-        selected = select_questions(len(examples), args.limit, args.seed)
+    require_split(settings.only, "validation", settings.tasks)
+    for task in settings.only:
+        examples, path = load_task(task, "validation", settings.tasks)
+        selected = select_questions(len(examples), settings.limit, settings.seed)
         tasks[task] = {index: examples[index] for index in selected}
         repeated = sum(len(set(example.choices)) < len(example.choices) for example in tasks[task].values())
         note = size_note(task, "validation", path, len(examples))
@@ -53,53 +75,51 @@ class Tokenized:
     tokenizer: object
     length: int  # tokens per sequence of text
     sets: dict[str, tuple[list[Sample], str]]  # CHATS, TEXT, as far as there are any -> samples, their source
-    samples: dict[str, list[list[Sample]]]  # task -> question -> choice
-    prompts: list[list[int]]  # token ids of --prompts
+    questions: dict[str, dict[int, Example]]  # from read_questions
+    choices: dict[str, list[list[Sample]]]  # task -> question -> choice
+    prompts: list[list[int]]  # token ids
 
 
-def prepare(path: str, tasks: dict[str, dict[int, Example]], text: str, unread, prompts, args) -> Tokenized:
-    """Tokenize text, chats, questions and prompts for one checkpoint, and check their lengths by its
-    positions.
+def prepare(path: str, settings: Settings, questions: dict, unread) -> Tokenized:
+    """Tokenize text, chats, questions and prompts for one checkpoint.
 
-    unread: tokens in place of text, and what they are, from read_calibration_text; or None.
+    questions: from read_questions. unread: from read_calibration_text, in place of text; or None. Raises
+    UserError for what exceeds the checkpoint's positions or its vocabulary, or cannot be read.
     """
     config = load_config(path)
-    for flag in (name for name in ("layerwise", "cache") if getattr(args, name)):
-        proof.require_readable(path, config, f"--{flag}")
-    tokenizer, positions = load_tokenizer(path, args.bos), config.max_position_embeddings
+    for flag in ["--layerwise"] * settings.layerwise + ["--cache"] * bool(settings.caches):
+        proof.require_readable(path, config, flag)
+    tokenizer, positions = load_tokenizer(path, settings.bos), config.max_position_embeddings
     tokens, description = unread or (None, "")
-    length = sequence_length(tokens.shape[1] if unread else args.length, CHECKED, positions, least=2)
-    if text != NONE and not unread:
-        tokens, description = load_tokens(text, tokenizer, args.sequences, length, EVALUATION)
+    length = sequence_length(tokens.shape[1] if unread else settings.length, CHECKED, positions, least=2)
+    if settings.text != NONE and not unread:
+        tokens, description = load_tokens(settings.text, tokenizer, settings.sequences, length, EVALUATION)
     if tokens is not None and tokens.max() >= config.vocab_size:
-        raise UserError(f"{text}: expected tokens below {config.vocab_size}, the vocabulary of {path}, "
-                        f"found {tokens.max()}")
-    sets = {CHATS: read_chats(path, tokenizer, config, args)} if args.chat else {}
+        raise UserError(f"{settings.text}: expected tokens below {config.vocab_size}, the vocabulary of "
+                        f"{path}, found {tokens.max()}")
+    sets = {CHATS: read_chats(path, tokenizer, config, settings)} if settings.chat else {}
     if tokens is not None:
         sets[TEXT] = list(map(Sample, tokens.tolist())), description
-    samples = {}
-    for task, questions in tasks.items():
-        samples[task] = [choice_samples(example, tokenizer) for example in questions.values()]
-        for index, choices in zip(questions, samples[task], strict=True):
-            check_lengths(((index, sample) for sample in choices), positions, f"{path}: {task}.validation")
-    asked = evaluate.prompt_ids(prompts, tokenizer)
-    longest = max(map(len, asked), default=0)
+    choices = {}
+    for task, examples in questions.items():
+        choices[task] = [choice_samples(example, tokenizer) for example in examples.values()]
+        for index, samples in zip(examples, choices[task], strict=True):
+            check_lengths(((index, sample) for sample in samples), positions, f"{path}: {task}.validation")
+    prompts = evaluate.prompt_ids(settings.prompts, tokenizer)
+    longest = max(map(len, prompts), default=0)
     if longest + ANSWER_TOKENS > positions:
-        raise UserError(f"--prompts {args.prompts}: expected at most {positions - ANSWER_TOKENS} tokens, for "
-                        f"an answer of {ANSWER_TOKENS} within {path}'s positions, found {longest}")
-    return Tokenized(tokenizer, length, sets, samples, asked)
+        raise UserError(f"--prompts: expected at most {positions - ANSWER_TOKENS} tokens, for an answer of "
+                        f"{ANSWER_TOKENS} within {path}'s positions, found {longest}")
+    return Tokenized(tokenizer, length, sets, questions, choices, prompts)
 
 
-def read_chats(path: str, tokenizer, config, args) -> tuple[list[Sample], str]:
-    """The chats of --chat for a checkpoint, and where they come from.
-
-    Raises UserError for what cannot be read, and for tokens beyond the checkpoint's positions.
-    """
+def read_chats(path: str, tokenizer, config, settings: Settings) -> tuple[list[Sample], str]:
+    """The chats for a checkpoint, and where they come from. Raises UserError as `prepare`."""
     positions = config.max_position_embeddings
-    if not has_tokens(args.chat):
-        return load_chats(args.chat, tokenizer, positions, EVALUATION, args.sequences)
-    chats, description = load_tokenized(args.chat, config.vocab_size, args.sequences)
-    check_lengths(enumerate(chats, 1), positions, f"{path}: {args.chat}", chats=True)
+    if not has_tokens(settings.chat):
+        return load_chats(settings.chat, tokenizer, positions, EVALUATION, settings.sequences)
+    chats, description = load_tokenized(settings.chat, config.vocab_size, settings.sequences)
+    check_lengths(enumerate(chats, 1), positions, f"{path}: {settings.chat}", chats=True)
     return chats, description
 
 
@@ -108,34 +128,42 @@ def is_calibration(text: str) -> bool:
     return os.path.exists(os.path.join(text, RECORD))
 
 
-def read_calibration_text(calibration: str, args) -> tuple[torch.Tensor, str]:
-    """[sequences, length] tokens of a calibration's sources that it has not read, and what they are.
-
-    Sets args.bos to the calibration's. Raises UserError if another is asked for.
+def calibration_bos(calibration: str, bos: bool | None) -> bool:
+    """Whether a calibration's sequences begin with the begin-of-sequence token. Raises UserError if `bos`,
+    as of Settings, is the opposite.
     """
-    record = read_record(calibration, "01_calibrate.py")
-    home = os.path.dirname(os.path.normpath(calibration))  # has what the calibration generated
-    if args.bos not in (None, begins_with_bos(record)):
+    begins = begins_with_bos(read_record(calibration, "01_calibrate.py"))
+    if bos not in (None, begins):
         raise UserError(f"--bos, --no-bos: expected none with --text {calibration}, whose sequences begin "
-                        f"{'with' if begins_with_bos(record) else 'without'} the token, found the other")
-    args.bos, source = begins_with_bos(record), source_model(record, home)["path"]
-    length = unread_length(record, args.length, load_config(source).max_position_embeddings)
-    context = DataContext(source, home, pick_device(args.device), layerwise=args.layerwise,
-                          bos=args.bos)
-    return read_unread(record, context, args.sequences, length)
+                        f"{'with' if begins else 'without'} the token, found the other")
+    return begins
 
 
-def same_tokenizers(checkpoints: dict, tokenized: dict[str, Tokenized], sources) -> set[str]:
+def read_calibration_text(settings: Settings) -> tuple[torch.Tensor, str] | None:
+    """[sequences, length] tokens of a calibration's sources that it has not read, and what they are; None
+    if the text is no calibration. settings.bos is what calibration_bos says.
+    """
+    if not is_calibration(settings.text):
+        return None
+    record = read_record(settings.text, "01_calibrate.py")
+    home = os.path.dirname(os.path.normpath(settings.text))  # has what the calibration generated
+    source = source_model(record, home)["path"]
+    length = unread_length(record, settings.length, load_config(source).max_position_embeddings)
+    context = DataContext(source, home, settings.device, layerwise=settings.layerwise, bos=settings.bos)
+    return read_unread(record, context, settings.sequences, length)
+
+
+def same_tokenizers(checkpoints: dict, tokenized: dict[str, Tokenized], settings: Settings) -> set[str]:
     """The names of the checkpoints with the first one's vocabulary, whose tokens can be compared.
 
-    sources: of text and chats. Raises UserError for one of tokens (a .npy file, a calibration, tokenized
-    chats) and a checkpoint with another vocabulary.
+    Raises UserError for a text or chats that are tokens (a .npy file, a calibration, tokenized chats) and a
+    checkpoint with another vocabulary.
     """
     vocabularies = {name: each.tokenizer.get_vocab() for name, each in tokenized.items()}
     first = next(iter(checkpoints))
     same = {name for name in checkpoints if vocabularies[name] == vocabularies[first]}
     others = [path for name, path in checkpoints.items() if name not in same]
-    for source in sources if others else ():
+    for source in filter(None, (settings.text, settings.chat) if others else ()):
         if source.endswith(".npy") or is_calibration(source) or has_tokens(source):
             raise UserError(f"{source}: expected checkpoints with one tokenizer, as it has tokens, found "
                             f"those of {checkpoints[first]} and {others[0]}; pass text, not tokens")

@@ -12,14 +12,20 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from common.data.chat import apply_template, fixed_template
 from common.data.rows import Sample
 from common.method.losses import cross_entropy
-from common.models.equivalence import compare, perplexity_from, perplexity_of, ratio, sequence_losses
+from common.models.equivalence import (
+    COMPARED,
+    compare,
+    perplexity_from,
+    perplexity_of,
+    ratio,
+    sequence_losses,
+)
 from common.models.forward import attention_alone, replaced
 from common.models.head import Head, head_of
 from common.models.load import bos_prefix, end_tokens
 from common.models.quantized_cache import LAYOUTS, PLAIN, quantized
 from common.run.errors import UserError
 from common.run.progress import Progress
-from common.training.lines import COMPARED
 from common.training.packing import build_row
 
 LONGEST_ANSWER = 512  # tokens of an answer to a question, at most, as in the authors' code
@@ -52,11 +58,10 @@ def prediction_metrics(model, samples: list[Sample],
                        reference: Predictions | None) -> tuple[dict, Predictions]:
     """Metrics of a model's predictions: of the answers of chats, of every token but the first of texts.
 
-    "perplexity" and, against the predictions of a reference for the same samples, "kl" KL(reference || model)
-    in nats, "agreement", the share of tokens at which both predict the same one, and "loss_above", the
-    model's next-token loss minus the reference's; each with its standard error over samples, NAME_stderr, if
-    there are several. Also returns the model's own predictions. Without a reference that has its vocabulary,
-    perplexity alone. Raises UserError if that overflows.
+    "perplexity" and, against the predictions of a reference for the same samples, what is COMPARED, with
+    "loss_above" in place of both losses, the model's minus the reference's; each with its standard error over
+    samples, NAME_stderr, if there are several. Also returns the model's own predictions. Without a reference
+    that has its vocabulary, perplexity alone. Raises UserError if that overflows.
     """
     predictions, sums, counts = Predictions(head_of(model)), [], []
 
@@ -82,9 +87,7 @@ def prediction_metrics(model, samples: list[Sample],
 
 
 def means_with_errors(totals: dict[str, list[float]], counts: list[int]) -> dict[str, float]:
-    """The metrics of prediction_metrics from the sums over each sample's tokens, named as in COMPARED, and
-    their numbers.
-    """
+    """The metrics of prediction_metrics from the sums over each sample's tokens, and their numbers."""
     if "teacher_loss" in totals:
         pairs = zip(totals["loss"], totals.pop("teacher_loss"), strict=True)
         totals["loss_above"] = [ours - theirs for ours, theirs in pairs]
@@ -325,22 +328,19 @@ def rates(examples: list, verdicts: list[dict]) -> dict[str, float]:
     return metrics
 
 
-def answer_questions(
-    name: str, model, tokenizer, tasks: dict, samples: dict, batch: int
-) -> tuple[dict, list[dict]]:
-    """Metrics of each task, as by `rates`, and one outcome per question.
+def answer_questions(name: str, model, tokenized, batch: int) -> tuple[dict, list[dict]]:
+    """Metrics of each task, as by `rates`, and one outcome per question of a Tokenized.
 
-    name: the checkpoint's. tasks: task -> index -> question (common/data/tasks.py). samples: task -> question
-    -> tokenized choices. Raises UserError unless all likelihoods are finite.
+    name: the checkpoint's. Raises UserError unless all likelihoods are finite.
     """
-    metrics, outcomes = {}, []
-    total = sum(1 + len(choices) for questions in samples.values() for choices in questions)
+    metrics, outcomes, tokenizer = {}, [], tokenized.tokenizer
+    total = sum(1 + len(samples) for choices in tokenized.choices.values() for samples in choices)
     with Progress(total=total, desc=f"{name}: tasks", unit="seq") as bar:
-        for task, questions in tasks.items():
-            examples = list(questions.values())
-            prompts, right = [choices[0].prompt for choices in samples[task]], [e.answer for e in examples]
+        for task, questions in tokenized.questions.items():
+            choices, examples = tokenized.choices[task], list(questions.values())
+            prompts, right = [samples[0].prompt for samples in choices], [each.answer for each in examples]
             answers = generate_answers(model, tokenizer, prompts, LONGEST_ANSWER, batch, bar, right)
-            scores = choice_likelihoods(model, samples[task], batch, bar)
+            scores = choice_likelihoods(model, choices, batch, bar)
             require_finite(itertools.chain.from_iterable(scores), name, model)
             verdicts = list(map(judge, examples, answers, scores))
             metrics[task] = rates(examples, verdicts)

@@ -14,14 +14,19 @@ from common.run.errors import UserError
 LARGEST_LOSS = 700  # nats per token: beyond it perplexity overflows
 
 
-def compare(
-    ours: torch.Tensor,  # [n, V] logits
-    theirs: torch.Tensor,  # [n, V]
-    targets: torch.Tensor,  # [n], the next tokens
-) -> tuple[torch.Tensor, ...]:
-    """A model compared with its teacher at each of n positions: the metrics of metrics.COMPARED, [n] each."""
-    losses = (cross_entropy(logits, targets) for logits in (ours, theirs))
-    return kl(ours, theirs), *losses, ours.argmax(-1) == theirs.argmax(-1)
+# metric, a mean over tokens -> its value at each of n positions, from a model's logits [n, V], those of its
+# teacher or reference, and the next tokens [n]
+COMPARED = {
+    "kl": lambda ours, theirs, targets: kl(ours, theirs),  # KL(theirs || ours) in nats
+    "loss": lambda ours, theirs, targets: cross_entropy(ours, targets),
+    "teacher_loss": lambda ours, theirs, targets: cross_entropy(theirs, targets),
+    "agreement": lambda ours, theirs, targets: ours.argmax(-1) == theirs.argmax(-1),  # on the next token
+}
+
+
+def compare(ours: torch.Tensor, theirs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    """What is COMPARED at each of n positions, [n] each."""
+    return [value_of(ours, theirs, targets) for value_of in COMPARED.values()]
 
 
 def ratio(totals: list[float], counts: list[int]) -> tuple[float, float | None]:

@@ -118,12 +118,7 @@ def _source_card(path: str) -> dict:
     except Exception:  # missing, or whatever a parser makes of it
         return {}
     return {name: value for name, value in data.items()
-            if all(map(_is_text, value if isinstance(value, list) else [value]))}
-
-
-def _is_text(value) -> bool:
-    """Whether it is a string that can be written; YAML may hold lone surrogates, and lists of its own."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+            if all(isinstance(each, str) for each in (value if isinstance(value, list) else [value]))}
 
 
 def _model(source: dict, exported: dict) -> dict[str, str]:

@@ -175,8 +175,7 @@ def curves(
     losses, *others = axes.flat
     _draw_losses(losses, records)
     if masked:  # a one-step run, or --masks off, has no masked steps
-        _draw_mask_means(others[0], masked)
-        _draw_mask_layers(others[1], masked, plt.cm.viridis)
+        _draw_masks(*others[:2], masked, plt.cm.viridis)
     if measured:
         _draw_heldout(others[-3:], measured, records[0])
     switched = masked and masked[-1] is not records[-1]
@@ -191,8 +190,8 @@ def curves(
 @drawing
 def frontier(
     plt,
-    rows: list,  # tables.CacheRow
-    layouts: list[str],  # of their KLs
+    rows: list[tuple[str, str, dict]],  # of scores.cache_rows
+    layouts: list[str],
     title: str,
 ):
     """Bytes a token against KL from the first checkpoint, for all checkpoints and caches, a panel per layout.
@@ -201,24 +200,20 @@ def frontier(
     """
     figure, axes = plt.subplots(1, len(layouts), figsize=(5.2 * len(layouts), 4.2), layout="constrained",
                                 sharey=True, squeeze=False)
-    sizes = sorted({row.bytes_per_token for row in rows})
-    for panel, (axis, layout) in enumerate(zip(axes.flat, layouts, strict=True)):
-        for name in dict.fromkeys(row.name for row in rows):
-            points = [(row.bytes_per_token, row.kls[panel]) for row in rows if row.name == name]
-            axis.plot(*zip(*points, strict=True), "o", label=plain(name))
-        best = sorted((row.bytes_per_token, row.kls[panel]) for row in rows)
+    for axis, layout in zip(axes.flat, layouts, strict=True):
+        points = [(metrics["bytes_per_token"], metrics[layout]["kl"]) for _, _, metrics in rows]
+        names = [name for name, _, _ in rows]
+        for name in dict.fromkeys(names):
+            own = [point for point, owner in zip(points, names, strict=True) if owner == name]
+            axis.plot(*zip(*own, strict=True), "o", label=plain(name))
+        best = sorted(points)
         best = [point for index, point in enumerate(best)
                 if all(point[1] < earlier[1] for earlier in best[:index])]
         axis.plot(*zip(*best, strict=True), color="grey", linewidth=1, zorder=0)
-        upper = {(row.format, row.bytes_per_token): row.kls[panel]
-                 for row in sorted(rows, key=lambda row: row.kls[panel])}  # of points that cover each other
-        for (form, size), kl in upper.items():
-            axis.annotate(form, (size, kl), (4, 4), textcoords="offset points", fontsize=7, rotation=40)
+        for point, (_, form, _) in zip(points, rows, strict=True):
+            axis.annotate(form, point, (4, 4), textcoords="offset points", fontsize=7, rotation=40)
         axis.set(title=layout, xlabel="KV bytes per token", xscale="log", xmargin=0.1)
         axis.set_yscale("symlog", linthresh=1e-3)
-        axis.set_ylim(0, 4 * max(max(row.kls) for row in rows) + 1e-3)  # room for what names the formats
-        axis.minorticks_off()
-        axis.set_xticks(sizes, [f"{size:,.0f}" for size in sizes], rotation=60, fontsize=7)
     axes[0, 0].set_ylabel("KL from the first, nats")
     axes[0, 0].legend()
     figure.suptitle(plain(title))
@@ -239,24 +234,20 @@ def _draw_losses(axis, records: list[dict]) -> None:
         axis.legend()
 
 
-def _draw_mask_means(axis, masked: list[dict]) -> None:
-    steps = [record["step"] for record in masked]
-    axis.plot(steps, [record["mask_target"] for record in masked], "k--", label="target T")
-    axis.plot(steps, [record["mask_expected"] for record in masked], label="expected mask (Eq. 29)")
-    axis.plot(steps, [record["mask_mean"] for record in masked], label="mean of the sampled masks", alpha=0.7)
-    axis.set(title="masks", xlabel="step", ylim=(-0.03, 1.03))
-    axis.legend()
-
-
-def _draw_mask_layers(axis, masked: list[dict], colour_map) -> None:
-    steps = [record["step"] for record in masked]
-    count = len(masked[0]["mask_mean_per_layer"])
-    for layer in range(count):
+def _draw_masks(means, by_layer, masked: list[dict], colour_map) -> None:
+    steps, layers = [record["step"] for record in masked], len(masked[0]["mask_mean_per_layer"])
+    means.plot(steps, [record["mask_target"] for record in masked], "k--", label="target T")
+    means.plot(steps, [record["mask_expected"] for record in masked], label="expected mask (Eq. 29)")
+    means.plot(steps, [record["mask_mean"] for record in masked], label="mean of the sampled masks",
+               alpha=0.7)
+    for layer in range(layers):
         values = [record["mask_mean_per_layer"][layer] for record in masked]
-        axis.plot(steps, values, color=colour_map(layer / max(count - 1, 1)), label=f"layer {layer}")
-    axis.set(title="mean mask per layer", xlabel="step", ylim=(-0.03, 1.03))
-    if count <= 8:  # a longer legend would cover the curves
-        axis.legend()
+        by_layer.plot(steps, values, color=colour_map(layer / max(layers - 1, 1)), label=f"layer {layer}")
+    for axis, title in ((means, "masks"), (by_layer, "mean mask per layer")):
+        axis.set(title=title, xlabel="step", ylim=(-0.03, 1.03))
+    means.legend()
+    if layers <= 8:  # a longer legend would cover the curves
+        by_layer.legend()
 
 
 def _draw_heldout(axes: list, measured: list[dict], first: dict) -> None:

@@ -3,175 +3,162 @@
     python pipelines/report.py --run RUN     # writes RUN/report.html
 
 The page is self-contained (inline styles and pictures, no scripts, no external resources), and the same
-records give the same bytes. Template: templates/report.html.
+records give the same bytes.
 """
 
 import base64
-import functools
+import html
 import os
+import re
 import shlex
-from typing import NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-
-from common.reporting import tables
-from common.reporting.tables import Table
+from common.reporting.scores import summary_line
+from common.reporting.tables import as_html, markdown_table
 from common.run.artifact import RECORD, read_record
 from common.run.errors import UserError
-from common.run.files import write_text
+from common.run.files import read_text, write_text
 from common.run.flags import Parser
 from common.training.lines import read_metrics
 
-GENERATOR = b'<meta name="generator" content="common.reporting.report">'  # near the start of every page
+STYLE = os.path.join(os.path.dirname(__file__), "templates", "report.css")
 
 
-class Part(NamedTuple):
-    """A stage's output in a run directory."""
-
-    name: str
-    stage: str
-    pictures: tuple[str, ...] = ()
-
-
-PARTS = (
-    Part("calibration", "01_calibrate.py"),
-    Part("similarity", "02_similarity.py", pictures=("similarity.png", "pairs.png")),
-    Part("groups", "03_group.py", pictures=("groups.png",)),
-    Part("aligned", "04_align.py"),
-    Part("teacher", "05_prune_train.py"),
-    Part("train", "05_prune_train.py", pictures=("curves.png",)),
-    Part("gqa", "06_export.py"),
-    Part("eval", "07_eval.py", pictures=("frontier.png",)),
-)
-OVERVIEW = {"chat_kl": "KL, chats", "chat_agreement": "top-1, chats", "perplexity": "perplexity",
-            "kl": "KL", "agreement": "top-1 agreement"}  # metrics of the overview, chats first
+# directory in RUN -> its stage and pictures
+PARTS = {
+    "calibration": ("01_calibrate.py",),
+    "similarity": ("02_similarity.py", "similarity.png", "pairs.png"),
+    "groups": ("03_group.py", "groups.png"),
+    "aligned": ("04_align.py",),
+    "teacher": ("05_prune_train.py",),
+    "train": ("05_prune_train.py", "curves.png"),
+    "gqa": ("06_export.py",),
+    "eval": ("07_eval.py", "frontier.png"),
+}
+# fields of a record that are not metrics, or that eval.md shows
+PROVENANCE = ("stage", "flags", "arguments", "model", "inputs", "packages", "commit", "seconds", "date",
+              "summary", "files", "results", "prompts")
+DIGEST = re.compile("[0-9a-f]{40,64}")  # shortened to its first digits
 THREE_STATES = ("bos", "recompute")  # switches that, left out, choose for themselves
 
 
-def write(directory: str, force: bool = False) -> str:
+def write(directory: str) -> str:
     """Write DIRECTORY/report.html and return its path.
 
-    Raises UserError if there is no artifact in the directory, if a record is damaged, or if there is another
-    report.html that this function did not write, unless force is on.
+    Raises UserError if there is no artifact in the directory, or if a record is damaged.
     """
     directory = os.path.normpath(directory)
-    path = os.path.join(directory, "report.html")
-    if os.path.exists(path) and not (force or is_page(path)):
-        raise UserError(f"{path} already exists; pass --force to replace it")
-    records = read_records(directory)
+    homes = {name: os.path.join(directory, name) for name in PARTS}
+    records = {name: read_record(home, PARTS[name][0]) for name, home in homes.items()
+               if os.path.isfile(os.path.join(home, RECORD))}
     if not records:
         raise UserError(f"{directory}: expected a run directory with artifacts, found none")
-    sections = [section(directory, part, records[part.name]) for part in PARTS if part.name in records]
-    page = template().render(overview(directory, records), sections=sections)
-    write_text(path, page.encode(errors="replace").decode())  # lone surrogates cannot be written
+    sections = [section(homes[name], record) for name, record in records.items()]
+    content = page(directory, list(records.values()), sections)
+    path = os.path.join(directory, "report.html")
+    write_text(path, content.encode(errors="replace").decode())  # lone surrogates cannot be written
     return path
 
 
-def is_page(path: str) -> bool:
-    """Whether `path` is a page that write() has written."""
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        return GENERATOR in file.read(4096)
+def page(directory: str, records: list[dict], sections: list[str]) -> str:
+    """The page. records: of its sections, the first of which has the model."""
+    model, summaries = records[0]["model"], [record["summary"] for record in records]
+    kv_heads = next((summary["kv_heads"] for summary in summaries if "kv_heads" in summary), None)
+    title = f"{model['name']}: {model['kv_heads']}{f' → {kv_heads}' if kv_heads else ''} key/value heads"
+    lead = [summary_line(record["results"]) for record in records if "results" in record]
+    values = {"run": directory, "model": f"{model['path']} ({cell(model['fingerprint'])})",
+              "layers": model["layers"], "heads": f"{model['heads']} of {model['head_dim']}"}
+    values |= {"KV cache": f"{kv_heads / model['kv_heads']:.1%} of the bytes"} if kv_heads else {}
+    header = as_html("\n\n".join([*lead, values_table(values)]))
+    return "\n".join((
+        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{html.escape(title)}</title>\n<style>\n{read_text(STYLE)}</style></head>\n<body>",
+        f"<h1>{html.escape(title)}</h1>\n{header}", *sections, "</body>\n</html>\n"))
 
 
-@functools.cache
-def template() -> Template:
-    templates = FileSystemLoader(os.path.join(os.path.dirname(__file__), "templates"))
-    environment = Environment(loader=templates, autoescape=True, undefined=StrictUndefined,
-                              trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"cell": tables.cell, "rate": tables.rate}
-    environment.tests["finite"] = tables.is_number
-    return environment.get_template("report.html")
+def section(home: str, record: dict) -> str:
+    """The HTML of a stage's section. home: its output."""
+    name, steps = os.path.basename(home), read_metrics(os.path.join(home, "metrics.jsonl"))
+    stage, *pictures = PARTS[name]
+    parts, table = metric_tables(record), os.path.join(home, "eval.md")
+    parts += [read_text(table)] if os.path.exists(table) else []
+    parts += [steps_table(steps)] if steps else []
+    origin = {key: record[key] for key in ("date", "seconds", "commit")} | record["packages"]
+    origin |= {f"sha256 of {path}": digest for path, digest in record["inputs"].items()}
+    return "\n".join((
+        f"<h2>{name}</h2>", *(picture(home, each) for each in pictures), as_html("\n\n".join(parts)),
+        "<details><summary>Command and origin</summary>",
+        f"<pre>{html.escape(command(stage, record['arguments']))}</pre>", as_html(values_table(origin)),
+        "</details>"))
 
 
-def read_records(directory: str) -> dict[str, dict]:
-    """The records of a run directory, by part, validated as far as the page needs. Raises UserError."""
-    paths = {part: os.path.join(directory, part.name) for part in PARTS}
-    records = {part.name: read_record(path, part.stage) for part, path in paths.items()
-               if os.path.isfile(os.path.join(path, RECORD))}
-    results = records.get("eval", {}).get("results", {})
-    for name, metrics in results.items():
-        tasks = metrics.get("tasks", {})
-        if not isinstance(tasks, dict) or not all(isinstance(scores, dict) for scores in tasks.values()):
-            raise UserError(f"{directory}/eval: expected scores per task for {name}, found others; run "
-                            "07_eval.py again")
-    try:
-        tables.caches_table(results)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{directory}/eval: expected metrics of each quantized cache, found others; run "
-                        "07_eval.py again") from error
-    return records
-
-
-def overview(directory: str, records: dict[str, dict]) -> dict:
-    """Overview of a run for the template: model, target, what it cost, and results."""
-    summaries = [record["summary"] for record in records.values()]
-    return {
-        "directory": directory,
-        "model": next(record["model"] for record in records.values()),
-        "kv_heads": next((summary["kv_heads"] for summary in summaries if "kv_heads" in summary), None),
-        "cost": cost(records),
-        "results": records.get("eval", {}).get("results", {}),
-        "compared_titles": OVERVIEW,
-    }
-
-
-def cost(records: dict[str, dict]) -> str:
-    """What the conversion cost: scores of the model with all heads and of gqa/, or, before stage 7, held-out
-    losses of teacher and student; "" if nothing was measured.
-    """
-    evaluation, trained = records.get("eval"), records.get("train", {}).get("summary", {})
-    names = {"heldout_teacher_loss": "held-out loss"}
-    before, after = trained, {"heldout_teacher_loss": trained.get("heldout_loss")}
-    if evaluation:
-        gqa = os.path.normpath(os.path.join(str(evaluation["arguments"].get("run")), "gqa"))
-        results = list(evaluation["results"].values())
-        before = max(results, key=lambda metrics: metrics["kv_heads"], default={})  # the first of them
-        after = next((metrics for metrics in results if os.path.normpath(metrics["path"]) == gqa), {})
-        names = {"micro_exact_match": "exact match", "perplexity": "perplexity"}
-    changes = [f"{title} {tables.rate(before, name)} → {tables.rate(after, name)}"
-               for name, title in names.items()
-               if tables.is_number(before.get(name)) and tables.is_number(after.get(name))]
-    divergence = [f"KL on answers of chats {tables.rate(after, 'chat_kl')}"] * ("chat_kl" in after)
-    return ", ".join([*divergence, *changes])
-
-
-def section(directory: str, part: Part, record: dict) -> dict:
-    """A stage's section for the template."""
-    home = os.path.join(directory, part.name)
-    metrics = read_metrics(os.path.join(home, "metrics.jsonl"))
-    shown = tables.metric_tables(tables.record_metrics(record), record["model"]["layers"])
-    if "results" in record:
-        shown += tables.score_tables(record["results"], record.get("prompts"))
-    if metrics:
-        shown.append(tables.steps_table(metrics))
-    without = "results" in record and not tables.cache_rows(record["results"])  # no caches, no frontier
-    return {
-        "part": part,
-        "pictures": {name: picture_data(home, name) for name in part.pictures if not without},
-        "tables": shown,
-        "command": command(part.stage, record["arguments"]),
-        "origin": origin(part, record),
-    }
-
-
-def picture_data(directory: str, name: str) -> str:
-    """A picture in a directory as a data URL; "" if there is none."""
-    path = os.path.join(directory, name)
+def picture(home: str, name: str) -> str:
+    """The HTML of a picture in a directory; "" if there is none."""
+    path = os.path.join(home, name)
     if not os.path.isfile(path):
         return ""
     with open(path, "rb") as file:
-        return "data:image/png;base64," + base64.b64encode(file.read()).decode()
+        content = base64.b64encode(file.read()).decode()
+    return f'<figure><img alt="{name}" src="data:image/png;base64,{content}"></figure>'
 
 
-def origin(part: Part, record: dict) -> Table:
-    """A table of an artifact's date, inputs, files and package versions."""
-    rows = [(name, record[name]) for name in ("date", "seconds", "commit") if name in record]
-    rows += [(f"sha256 of {name}", digest) for name, digest in record["inputs"].items()]
-    rows += [(f"sha256 of {part.name}/{name}", known["sha256"])
-             for name, known in record["files"].items() if known]
-    return Table((), [*rows, *record["packages"].items()])
+def metric_tables(record: dict) -> list[str]:
+    """Tables of a record's metrics: of single values, and of all lists of a length, as columns."""
+    metrics = flatten(record["summary"] | {name: record[name] for name in record if name not in PROVENANCE})
+    by_length: dict[int, dict[str, list]] = {}
+    for name, values in metrics.items():
+        if isinstance(values, list) and values:
+            keys = values[0] if isinstance(values[0], dict) else ()
+            columns = {f"{name}.{key}": [value[key] for value in values] for key in keys}
+            by_length.setdefault(len(values), {}).update(columns or {name: values})
+    values = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+    tables = [values_table(values)] if values else []
+    for count, columns in by_length.items():
+        first = "layer" if count == record["model"]["layers"] else ""
+        rows = [(index, *map(cell, row)) for index, row in enumerate(zip(*columns.values(), strict=True))]
+        tables.append(markdown_table((first, *map(label, columns)), rows, "<" + ">" * len(columns)))
+    return tables
+
+
+def steps_table(lines: list[dict]) -> str:
+    """A table of the first training step, the last with masks, and the last."""
+    masked = [line for line in lines if "mask_mean" in line]
+    chosen = {line["step"]: line for line in (lines[0], *masked[-1:], lines[-1])}
+    names = [name for name, value in lines[0].items() if name != "step" and not isinstance(value, list)]
+    rows = [(label(name), *(cell(line.get(name)) for line in chosen.values())) for name in names]
+    return markdown_table(("", *(f"step {step}" for step in chosen)), rows, "<" + ">" * len(chosen))
+
+
+def values_table(values: dict) -> str:
+    """A table of names and values."""
+    return markdown_table(("", ""), [(label(name), cell(value)) for name, value in values.items()])
+
+
+def label(name: str) -> str:
+    """A metric's name in words: "heldout_task_kl" -> "heldout task kl"."""
+    return re.sub("[._]", " ", name)
+
+
+def cell(value) -> str:
+    """A record's value as short text."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, list):
+        nested = any(isinstance(item, list) for item in value)
+        return (" | " if nested else " ").join(map(cell, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {cell(item)}" for name, item in value.items())
+    return value[:12] if isinstance(value, str) and DIGEST.fullmatch(value) else str(value)
+
+
+def flatten(values: dict, prefix: str = "") -> dict:
+    """Flatten nested objects; names are joined by dots."""
+    flat = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def command(stage: str, arguments: dict) -> str:
@@ -194,6 +181,4 @@ def command(stage: str, arguments: dict) -> str:
 def main():
     parser = Parser(__doc__)
     parser.add_argument("--run", default="runs/demo", help="run directory")
-    parser.add_argument("--force", action="store_true", help="replace a report.html that is none of its own")
-    args = parser.parse_args()
-    print(f"wrote   {write(args.run, args.force)}")
+    print(f"wrote   {write(parser.parse_args().run)}")

@@ -28,7 +28,7 @@ from common.data.text import (
     packed_rows,
     shared_contents,
 )
-from common.models.equivalence import compare
+from common.models.equivalence import COMPARED, compare
 from common.models.head import head_of
 from common.models.load import bos_prefix, load_config
 from common.run.artifact import RECORD, resolved
@@ -36,7 +36,7 @@ from common.run.errors import UserError
 from common.run.files import read_json, write_file
 from common.training import checkpoints
 from common.training.checkpoints import HELDOUT_CHATS, HELDOUT_TEXT
-from common.training.lines import CHAT_SET, COMPARED, START, TASK_SET, TEXT_SET
+from common.training.lines import CHAT_SET, START, TASK_SET, TEXT_SET
 from common.training.packing import rows_of_step
 from common.training.sharding import release
 
@@ -98,10 +98,8 @@ class Heldout:
     def metrics(self, job, teacher, schedule) -> dict[str, float]:
         """Means over a set's tokens, named PREFIX_NAME for NAME in COMPARED, and heldout_seconds.
 
-        kl: KL(teacher || student); loss, teacher_loss: next-token loss of either, in nats; agreement: share
-        of positions at which both predict the same token. job: the student's. All ranks call this, each for
-        its share of the samples, and get the same metrics. The next training step is the same with and
-        without it.
+        job: the student's. All ranks call this, each for its share of the samples, and get the same metrics.
+        The next training step is the same with and without it.
         """
         began, metrics, student, ranks = time.perf_counter(), {}, job.trainee, job.ranks
         for prefix, samples in self.sets.items():

@@ -3,13 +3,13 @@
 import os
 
 from common.data.rows import parse_object
+from common.models.equivalence import COMPARED
 from common.run.errors import UserError
 
 METRICS = "metrics.jsonl"
 # prefixes of metrics of held-out samples
 TEXT_SET, CHAT_SET, TASK_SET = SETS = ("heldout", "heldout_chat", "heldout_task")
 CONTENT = dict(zip(SETS, ("text", "chats", "questions"), strict=True))  # of such a set
-COMPARED = ("kl", "loss", "teacher_loss", "agreement")  # metrics of a set of samples
 MEASURED = tuple(f"{prefix}_{name}" for prefix in SETS for name in COMPARED)
 START = "start"  # prefix of the metrics before the first step
 # number of masks that had not closed when they were removed: in the line of that step, then in the records of

@@ -9,9 +9,10 @@ import time
 import torch
 
 from common.method.losses import TERMS
+from common.models.equivalence import COMPARED
 from common.run.files import write_text
 from common.training.flops import peak_flops
-from common.training.lines import COMPARED, METRICS, SETS, read_metrics
+from common.training.lines import METRICS, SETS, read_metrics
 
 # metric -> its name in TensorBoard, which groups by what is before the slash
 TAGS = {f"{prefix}_{name}": f"{prefix}/{name}" for prefix in SETS for name in COMPARED}

@@ -14,11 +14,13 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from common.data.rows import Sample
 from common.data.tasks import PUBLISHED_SIZES, TASKS, Example, example_from_row, tokenize
-from common.models import equivalence, evaluate
+from common.evaluation import evaluate
+from common.models import equivalence
 from common.models.layers import Layers
 from common.models.load import load_model
 from common.run.errors import UserError
 from models import END, byte_tokenizer, save_tiny, tiny_model
+from reference import compared
 from runs import task_rows
 
 TOKENS = torch.randint(0, 256, (3, 50), generator=torch.Generator().manual_seed(0))
@@ -50,13 +52,11 @@ def test_predictions_against_a_reference(model, samples, predicting, monkeypatch
     other, ids = tiny_model(seed=1), TOKENS[:, : len(samples[0])]
     metrics, predictions = evaluate.prediction_metrics(model, samples, None)
     ours, theirs = (net(ids).logits.double().log_softmax(-1)[:, predicting] for net in (other, model))
-    targets = ids[:, [position + 1 for position in predicting], None]
-    losses, reference_losses = (-logits.gather(-1, targets)[..., 0] for logits in (ours, theirs))
+    columns = compared(ours, theirs, ids[:, [position + 1 for position in predicting]])
+    losses, reference_losses = columns.pop("loss"), columns.pop("teacher_loss")
     assert metrics == approximately(perplexity=reference_losses)
     metrics, _ = evaluate.prediction_metrics(other, samples, predictions)
-    assert metrics == approximately(
-        perplexity=losses, kl=(theirs.exp() * (theirs - ours)).sum(-1), loss_above=losses - reference_losses,
-        agreement=(ours.argmax(-1) == theirs.argmax(-1)).double())
+    assert metrics == approximately(perplexity=losses, loss_above=losses - reference_losses, **columns)
     itself, _ = evaluate.prediction_metrics(tiny_model(), samples, predictions)
     assert (itself["kl"], itself["agreement"], itself["loss_above"], itself["kl_stderr"]) == (0, 1, 0, 0)
     small = tiny_model(vocab_size=300)
@@ -230,6 +230,13 @@ def test_choice_likelihood_is_the_sum_of_token_log_probabilities(model, batch):
             start = len(sample.prompt)
             direct = sum(float(log_probs[t - 1, ids[0, t]]) for t in range(start, ids.shape[1]))
             assert score == pytest.approx(direct, abs=1e-3)
+
+
+def test_one_value_that_is_not_finite_is_enough():
+    evaluate.require_finite([0.5, -3.0], "a", tiny_model())
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(UserError, match="a: expected finite log-probabilities, found NaN or Inf"):
+            evaluate.require_finite([0.5, value, -3.0], "a", tiny_model())
 
 
 def test_speed_is_tokens_over_seconds(model, monkeypatch):

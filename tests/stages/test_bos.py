@@ -1,6 +1,5 @@
 """Sequences and prompts that begin with the begin-of-sequence token, as the tokenizer's own texts do."""
 
-import argparse
 import json
 import random
 from dataclasses import replace
@@ -16,7 +15,7 @@ from common.data.sources import DataContext, begins_with_bos, generated, read_se
 from common.data.tasks import choice_samples, example_from_row
 from common.data.text import HELDOUT, TRAIN, in_part
 from common.evaluation import evaluate
-from common.evaluation.compared import read_calibration_text
+from common.evaluation.compared import Settings, calibration_bos, read_calibration_text
 from common.models.load import bos_prefix, load_model, load_tokenizer
 from common.run.errors import UserError
 from common.training.heldout import heldout_texts, load_heldout
@@ -106,9 +105,10 @@ def test_calibration_and_alignment_are_those_of_text_which_begins_so(aligned):
 @pytest.mark.slow
 def test_other_text_of_a_calibration_begins_so_too(aligned):
     for bos, out in zip((True, False), aligned.values(), strict=True):
-        args = argparse.Namespace(bos=None, length=LENGTH, sequences=2, device="cpu", layerwise=False)
-        tokens, _ = read_calibration_text(str(out / "calibration"), args)
-        assert args.bos == bos and (tokens == BEGIN).sum(1).tolist() == [1, 1]
+        text = str(out / "calibration")
+        assert calibration_bos(text, None) == bos
+        tokens, _ = read_calibration_text(Settings(text=text, bos=bos, length=LENGTH, sequences=2))
+        assert (tokens == BEGIN).sum(1).tolist() == [1, 1]
 
 
 def test_the_equivalence_check_goes_on_in_text_that_begins_as_asked(inputs, tmp_path):

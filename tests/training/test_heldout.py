@@ -23,6 +23,7 @@ from common.data.tasks import TASKS, load_task, tokenize
 from common.data.text import EVALUATION, TRAIN, in_part, load_tokens
 from common.evaluation.evaluate import perplexity
 from common.models import blending
+from common.models.equivalence import COMPARED
 from common.models.head import product
 from common.models.load import load_model, load_tokenizer
 from common.training import checkpoints
@@ -37,6 +38,7 @@ from reference import (
     NOTHING,
     SAMPLES,
     SCHEDULE,
+    compared,
     gqa_student,
     half_masked_student,
     measured,
@@ -45,24 +47,20 @@ from runs import MEASURED, STAGE, copy_run, expect_error, run, with_teacher
 from runs import TRAINING as TRAINING_FLAGS
 from torchrun import run_script
 
-NAMES = ("kl", "loss", "teacher_loss", "agreement")
-
 
 @torch.no_grad()
 def metrics_by_sample(student, teacher, sets: dict[str, list[Sample]]) -> dict[str, float]:
     """The definition: each sample by itself, whole logits, float64. student, teacher: transformers models."""
     figures = {}
     for prefix, samples in sets.items():
-        columns = {"kl": [], "loss": [], "teacher_loss": [], "agreement": []}
+        columns: dict[str, list[float]] = {}
         for sample in samples:
             ids = torch.tensor([id for segment in sample.segments for id in segment])
             parts = [index % 2 for index, segment in enumerate(sample.segments) for _ in segment]
             wanted = torch.tensor(parts[1:]).bool() | (prefix == TEXT_SET)
             ours, theirs = (m(ids[None]).logits[0, :-1].double().log_softmax(-1) for m in (student, teacher))
-            columns["kl"] += (theirs.exp() * (theirs - ours)).sum(-1)[wanted].tolist()
-            for name, model in (("loss", ours), ("teacher_loss", theirs)):
-                columns[name] += (-model[range(len(ids) - 1), ids[1:]])[wanted].tolist()
-            columns["agreement"] += (ours.argmax(-1) == theirs.argmax(-1))[wanted].tolist()
+            for name, column in compared(ours, theirs, ids[1:]).items():
+                columns.setdefault(name, []).extend(column[wanted].tolist())
         figures |= {f"{prefix}_{name}": sum(column) / len(column) for name, column in columns.items()}
     return figures
 
@@ -70,7 +68,7 @@ def metrics_by_sample(student, teacher, sets: dict[str, list[Sample]]) -> dict[s
 def test_metrics_are_their_definition(group_of_one, tmp_path, monkeypatch):
     student = gqa_student(group_of_one, tmp_path)
     expected = metrics_by_sample(tiny_model(num_key_value_heads=2), tiny_model(seed=1), HELDOUT.sets)
-    assert len(expected) == len(set(expected.values())) == 2 * len(NAMES)
+    assert len(expected) == len(set(expected.values())) == 2 * len(COMPARED)
     clock = SimpleNamespace(perf_counter=iter((1.0, 3.5)).__next__)
     monkeypatch.setattr("common.training.heldout.time", clock)
     figures = HELDOUT.metrics(student.job, student.teacher, SCHEDULE)
@@ -299,7 +297,7 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
     assert np.load(home / "train" / "heldout.npy").tolist() == unmeasured.tolist()  # for stage 7
     summary = json.loads((home / "train" / "stage.json").read_text())["summary"]
     assert math.exp(lines[-1][f"{TEXT_SET}_loss"]) == pytest.approx(perplexity(student, tokens), rel=1e-4)
-    figures = [f"{prefix}_{name}" for prefix in (TEXT_SET, TASK_SET) for name in NAMES]
+    figures = [f"{prefix}_{name}" for prefix in (TEXT_SET, TASK_SET) for name in COMPARED]
     assert {name: summary[name] for name in figures} == {name: lines[-1][name] for name in figures}
 
 

@@ -1,0 +1,117 @@
+"""What checkpoints are compared on: what is read and refused, and which predictions are compared."""
+
+import contextlib
+import json
+
+import numpy
+import pytest
+from transformers import GPTNeoXConfig
+
+from common.data.chat import load_chats, token_lines
+from common.data.tasks import example_from_row
+from common.data.text import EVALUATION, TOKEN
+from common.evaluation import compared, measure
+from common.evaluation.compared import Settings, Tokenized, prepare
+from common.models.load import load_tokenizer
+from common.run.errors import UserError
+from common.training.lines import CHATS, TEXT
+from models import byte_tokenizer, chatml_tokenizer, save_tiny
+from runs import messages, save_chats
+
+
+def test_layer_by_layer_other_families_are_refused(tmp_path):
+    GPTNeoXConfig().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="--layerwise: GPTNeoXForCausalLM cannot be taken apart: it is not a"):
+        prepare(str(tmp_path), Settings(layerwise=True), {}, None)
+
+
+def test_a_question_beyond_the_positions_is_refused_before_any_scoring(inputs):
+    """Counted with the longest choice and end-of-sequence, whichever choice is right."""
+    rest = len("p\nQuestion: ?\nChoices: ['true', 'false']\nAnswer:false") + 1
+    for length, fits in ((257, False), (256, True)):
+        row = {"question": "q" * (length - rest), "passage": "p", "label": True}
+        questions = {"boolq": {1: example_from_row("boolq", row)}}
+        message = "boolq.validation row 1: expected at most 256 tokens"
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match=message):
+            prepare(inputs["model"], Settings(length=2), questions, None)
+
+
+def test_tokens_and_prompts_that_the_model_cannot_take_are_refused(inputs, tmp_path):
+    """260 tokens in its vocabulary, 256 positions, of which an answer takes 64."""
+    for token, prompt in ((259, "x" * 192), (260, ""), (259, "x" * 193)):
+        numpy.save(f"{tmp_path}/tokens.npy", numpy.array([[1, token]], TOKEN))
+        message = f"expected tokens below 260, the vocabulary of {inputs['model']}, found 260"
+        if token < 260:
+            message = "--prompts: expected at most 192 tokens, for an answer of 64 .*, found 193"
+        settings = Settings(text=f"{tmp_path}/tokens.npy", length=2, prompts=(prompt,))
+        with contextlib.nullcontext() if len(prompt) == 192 else pytest.raises(UserError, match=message):
+            prepare(inputs["model"], settings, {}, None)
+
+
+def test_chats_are_read_from_messages_as_from_their_tokens(tmp_path):
+    """heldout_chats.jsonl has chats as tokens, which suit one tokenizer alone."""
+    path, tokens = save_tiny(tmp_path / "model", vocab_size=300), tmp_path / "tokens.jsonl"
+    chatml_tokenizer().save_pretrained(path)
+    chats = save_chats(tmp_path / "chats.jsonl", *[
+        messages(("user", f"What {number}?"), ("assistant", "It is a colour."), ("user", "And?"),
+                 ("assistant", "No.")) for number in range(3)])
+    samples, _ = load_chats(chats, load_tokenizer(path), 256, EVALUATION)
+    tokens.write_text(token_lines(samples))
+    for source in (chats, str(tokens)):
+        read, _ = prepare(path, Settings(chat=source), {}, None).sets[CHATS]
+        assert [[*map(list, sample.segments)] for sample in read] == [
+            [*map(list, sample.segments)] for sample in samples]
+
+
+def test_questions_are_all_or_the_first_ones_or_drawn_by_the_seed(inputs):
+    for limit, seed, numbers in ((None, None, range(5)), (3, None, range(3)), (3, 5, [2, 3, 4])):
+        settings = Settings(inputs["tasks"], ("siqa",), limit, seed)
+        assert list(compared.read_questions(settings)["siqa"]) == list(numbers)
+
+
+def test_a_prompt_is_a_line_of_its_file(tmp_path):
+    """Whatever else str.splitlines would split at."""
+    line, path = "Translate:\u2028good\u0085morning\x0bto\x0call\x1cof us", tmp_path / "prompts.txt"
+    path.write_text(f"\n{line}\r\n \n last", encoding="utf-8")
+    assert compared.read_prompts(str(path)) == [line, "last"]
+
+
+def tokenized(tokenizer, texts: list[str]) -> Tokenized:
+    return Tokenized(tokenizer, 2, {TEXT: (texts, "a text")}, {}, {}, [])
+
+
+def test_only_tokens_of_one_tokenizer_are_compared(tmp_path):
+    """Tokens may be the same by chance; tokens of a file mean the same to one tokenizer only."""
+    other = byte_tokenizer()
+    other.add_tokens("another")
+    tokenizers = {"a": byte_tokenizer(), "b": byte_tokenizer(), "c": other}
+    each = {name: tokenized(tokenizer, []) for name, tokenizer in tokenizers.items()}
+    paths = {name: f"models/{name}" for name in each}
+    assert compared.same_tokenizers(paths, each, Settings(text="text.txt")) == {"a", "b"}
+    with pytest.raises(UserError, match="rows.npy: expected .* one tokenizer, .* of models/a and models/c"):
+        compared.same_tokenizers(paths, each, Settings(text="rows.npy"))
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"segments": [[1], [2]]}))
+    with pytest.raises(UserError, match="chats.jsonl: expected checkpoints with one tokenizer"):
+        compared.same_tokenizers(paths, each, Settings(chat=str(chats)))
+
+
+def test_the_reference_is_the_first_checkpoint_where_tokens_are_the_same(monkeypatch):
+    """Not of another tokenizer, nor of other tokens, as where texts are cut; of a text that changes, none."""
+    names, against = ("first", "same", "other tokenizer", "other tokens"), []
+    described = {name: {"path": name, "fingerprint": "f"} for name in names}
+    texts = {name: tokenized(None, ["other" if name == names[3] else "tokens"]) for name in names}
+
+    def measured(name, checkpoint, tokenized, reference, settings):
+        against.append(reference)
+        return {"path": name}, [f"answer of {name}"], {TEXT: f"predictions of {name}"}
+
+    monkeypatch.setattr(measure, "measure", measured)
+    monkeypatch.setattr(measure, "describe", described.get)
+    comparable = {*names} - {names[2]}
+    results, outcomes = measure.measure_all(described, texts, comparable, Settings(), "run")
+    assert against == [None, {TEXT: "predictions of first"}, {}, {}]
+    assert [*results] == [*names] and outcomes == [f"answer of {name}" for name in names]
+    monkeypatch.setattr(measure, "describe", lambda path: {"fingerprint": "f" if path == "first" else "g"})
+    with pytest.raises(UserError, match="same: changed while it was measured"):
+        measure.measure_all(described, texts, comparable, Settings(), "run")
