@@ -7,14 +7,14 @@ questions, which already have one (hence "??").
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from common.data.data_sets import rows_of
 from common.data.rows import Sample, abbreviated, checked_text, column, read_rows, text_column
 from common.models.load import bos_prefix
 from common.run.errors import UserError
-from common.run.files import read_text
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ def _choices(values, name: str) -> list[str]:
 def _label(row: dict, name: str, first: int, count: int) -> int:
     """Index of the right one of `count` choices, numbered from `first` by an integer or by digits."""
     value = column(row, name)
-    digits = isinstance(value, str) and value.isascii() and value.isdecimal()
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole or digits) or not 0 <= int(value) - first < count:
+    if not str(value).isdecimal() or not 0 <= int(value) - first < count:
         raise ValueError(f"column {name!r}: expected a whole number from {first} to {first + count - 1}, "
                          f"found {abbreviated(value)}")
     return int(value) - first
@@ -86,8 +84,7 @@ def _lettered(row: dict, question: str, choices: dict) -> tuple[str, list[str], 
     """ARC and OpenBookQA: choices are labelled with letters, and column answerKey has the right letter."""
     texts = _choices(column(choices, "choices.text"), "choices.text")
     letters = column(choices, "choices.label")
-    lettered = isinstance(letters, list) and all(isinstance(letter, str) for letter in letters)
-    if not lettered or not len(set(letters)) == len(letters) == len(texts):
+    if not isinstance(letters, list) or not len(set(map(str, letters))) == len(letters) == len(texts):
         raise ValueError(f"column 'choices.label': expected {len(texts)} different letters, "
                          f"found {abbreviated(letters)}")
     answer = text_column(row, "answerKey")
@@ -122,14 +119,6 @@ def _boolq(row):
     return prompt, ["true", "false"], 0 if value else 1
 
 
-def _piqa(row):
-    goal = text_column(row, "goal")
-    choices = [_choice(column(row, name), name) for name in ("sol1", "sol2")]
-    prompt = (f"Goal: {goal}\nChoose the most sensible solution to achieve the goal. "
-              f"Choices: ['{choices[0]}', '{choices[1]}']\nAnswer:")
-    return prompt, choices, _label(row, "label", 0, 2)
-
-
 def _hellaswag(row):
     passage, endings = text_column(row, "ctx"), _choices(column(row, "endings"), "endings")
     prompt = ("Please choose the most appropriate text to complete the passage below:\n"
@@ -137,26 +126,28 @@ def _hellaswag(row):
     return prompt, endings, _label(row, "label", 0, len(endings))
 
 
-def _winogrande(row):
-    sentence = text_column(row, "sentence")
-    choices = [_choice(column(row, name), name) for name in ("option1", "option2")]
-    prompt = ('Choose the most sensible text to replace the "_" in the following sentence: '
-              f"{sentence}\nChoices: ['{choices[0]}', '{choices[1]}']\nAnswer:")
-    return prompt, choices, _label(row, "answer", 1, 2)
-
-
-def _siqa(row):
-    context, question = text_column(row, "context"), text_column(row, "question")
-    choices = [_choice(column(row, name), name) for name in ("answerA", "answerB", "answerC")]
-    quoted = ", ".join(f"'{choice}'" for choice in choices)
-    prompt = f"{context}\nQuestion: {question}?\nChoices: [{quoted}]\nAnswer:"
-    return prompt, choices, _label(row, "label", 1, 3)
-
-
-READERS = {
-    "boolq": _boolq, "piqa": _piqa, "hellaswag": _hellaswag, "winogrande": _winogrande,
-    "arc_challenge": _arc, "arc_easy": _arc, "openbookqa": _openbookqa, "siqa": _siqa,
+# task whose choices have columns of their own -> its prompt, the columns in it, those of the choices, and
+# the one of the label with the label of the first choice
+BY_COLUMNS = {
+    "piqa": ("Goal: {goal}\nChoose the most sensible solution to achieve the goal. ",
+             ("goal",), ("sol1", "sol2"), "label", 0),
+    "winogrande": ('Choose the most sensible text to replace the "_" in the following sentence: {sentence}\n',
+                   ("sentence",), ("option1", "option2"), "answer", 1),
+    "siqa": ("{context}\nQuestion: {question}?\n",
+             ("context", "question"), ("answerA", "answerB", "answerC"), "label", 1),
 }  # fmt: skip
+
+
+def _by_columns(task: str, row: dict) -> tuple[str, list[str], int]:
+    question, columns, columns_of_choices, label, first = BY_COLUMNS[task]
+    prompt = question.format(**{name: text_column(row, name) for name in columns})
+    choices = [_choice(column(row, name), name) for name in columns_of_choices]
+    quoted = ", ".join(f"'{choice}'" for choice in choices)
+    return f"{prompt}Choices: [{quoted}]\nAnswer:", choices, _label(row, label, first, len(choices))
+
+
+READERS = {"boolq": _boolq, "hellaswag": _hellaswag, "arc_challenge": _arc, "arc_easy": _arc,
+           "openbookqa": _openbookqa} | {task: partial(_by_columns, task) for task in BY_COLUMNS}
 
 
 def example_from_row(task: str, row: dict) -> Example:
@@ -170,30 +161,26 @@ def example_from_row(task: str, row: dict) -> Example:
     return Example(task, prompt, tuple(choices), label)
 
 
+def task_file(task: str, split: str, source: str) -> str | None:
+    """The file of a split of a task in a directory: TASK.SPLIT.jsonl or .parquet; None if there is none."""
+    paths = (os.path.join(source, f"{task}.{split}{suffix}") for suffix in (".jsonl", ".parquet"))
+    return next(filter(os.path.exists, paths), None)
+
+
 def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
     """All examples of one split, and the name of their source.
 
-    source: "hub", or a directory with TASK.SPLIT.jsonl or, as on the hub, TASK.SPLIT.parquet (and
-    TASK.SPLIT.labels if the release stores labels separately). split: "train" or "validation". Raises
-    UserError naming file, line and column of the first bad row.
+    source: "hub", or a directory with the split's task_file. split: "train" or "validation". Raises UserError
+    naming file, line and column of the first bad row.
     """
     if source == "hub":
         name, configuration = HUB[task]
-        rows = [(f"row {index}", row) for index, row in enumerate(rows_of(name, configuration, split=split))]
         path = f"hub:{name}"
+        rows = ((f"row {index}", row) for index, row in enumerate(rows_of(name, configuration, split=split)))
     else:
-        stem = os.path.join(source, f"{task}.{split}")
-        path = next(filter(os.path.exists, (f"{stem}.jsonl", f"{stem}.parquet")), None)
-        if path is None:
-            raise UserError(f"task file not found: expected {stem}.jsonl or {stem}.parquet")
-        rows = list(read_rows(path))
-        if os.path.exists(f"{stem}.labels"):
-            labels = read_text(f"{stem}.labels").split()
-            if len(labels) != len(rows):
-                raise UserError(f"{stem}.labels: expected {len(rows)} labels, one per row, "
-                                f"found {len(labels)}")
-            for (_, row), label in zip(rows, labels, strict=True):
-                row["label"] = label
+        require_split([task], split, source)
+        path = task_file(task, split, source)
+        rows = read_rows(path)
     examples = []
     for place, row in rows:
         try:
@@ -215,15 +202,14 @@ def size_note(task: str, split: str, path: str, count: int) -> str:
 
 def has_split(task: str, split: str, source: str) -> bool:
     """Whether a source, as for load_task, has this split of a task; the hub has all."""
-    stem = os.path.join(source, f"{task}.{split}")
-    return source == "hub" or os.path.exists(f"{stem}.jsonl") or os.path.exists(f"{stem}.parquet")
+    return source == "hub" or task_file(task, split, source) is not None
 
 
-def require_split(tasks: list[str], split: str, source: str) -> None:
+def require_split(tasks: Sequence[str], split: str, source: str) -> None:
     """Raise UserError naming all tasks that have no such split, and the flag that does without them."""
-    missing = [task for task in tasks if not has_split(task, split, source)]
+    present = [task for task in tasks if has_split(task, split, source)]
+    missing = [task for task in tasks if task not in present]
     if missing:
-        present = [task for task in tasks if task not in missing]
         advice = " ".join(["--only", *present]) if present else "--tasks none"
         raise UserError(f"task file not found: expected TASK.{split}.jsonl or .parquet in {source} of "
                         f"{', '.join(missing)}; pass {advice} to do without")

@@ -32,15 +32,15 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
     no hub repository, come from the source's own card, if it has one. 07_eval.py fills in the scores.
     """
     source = alignment["model"]["name"]
-    on_hub, given = is_hub_name(source), _source_card(alignment["model"]["path"])
-    base = source if on_hub else _hub_names(given.get("base_model"))
+    on_hub, metadata = is_hub_name(source), _source_card(alignment["model"]["path"])
+    base = source if on_hub else _hub_names(metadata.get("base_model"))
     steps = _steps(alignment["summary"], training)
     borrowed = [part for part in steps.values() if part]
     data = ModelCardData(
         base_model=base,
         base_model_relation="finetune" if base else None,  # the hub's word for other weights, no fewer bits
-        language=given.get("language"),
-        **_license(given, source if on_hub else None),
+        language=metadata.get("language"),
+        **_license(metadata, source if on_hub else None),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["gqa", "kv-cache"] + [f"arxiv:{ARXIV}"] * bool(borrowed),
@@ -73,10 +73,10 @@ def write_scores(directory: str, scores: str) -> bool:
     return bool(opening)
 
 
-def _hub_names(given: str | list[str] | None) -> str | list[str] | None:
+def _hub_names(bases: str | list[str] | None) -> str | list[str] | None:
     """The base models in a source's card; None if one is not a name on the hub but a path of some machine."""
-    names = given if isinstance(given, list) else [given]
-    return given if given and all(map(is_hub_name, names)) else None
+    names = bases if isinstance(bases, list) else [bases]
+    return bases if bases and all(map(is_hub_name, names)) else None
 
 
 def _steps(aligned: dict, training: dict | None) -> dict[str, str]:
@@ -99,15 +99,15 @@ def _steps(aligned: dict, training: dict | None) -> dict[str, str]:
     return steps
 
 
-def _license(given: dict, repository: str | None) -> dict:
-    """What the source's card says of its license; given: its metadata.
+def _license(metadata: dict, repository: str | None) -> dict:
+    """What the source's card says of its license. metadata: of that card.
 
     A link to a file of the hub repository, if it is one, leads there from anywhere.
     """
-    link = given.get("license_link")
+    link = metadata.get("license_link")
     if repository and isinstance(link, str) and "://" not in link:
         link = f"https://huggingface.co/{repository}/blob/main/{link}"
-    return {"license": given.get("license"), "license_name": given.get("license_name"), "license_link": link}
+    return {"license": metadata.get("license"), "license_name": metadata.get("license_name"), "license_link": link}
 
 
 def _source_card(path: str) -> dict:
@@ -183,11 +183,11 @@ def _training(trained: dict, exported: dict) -> dict:
 def _data(arguments: dict) -> dict[str, str | bool]:
     """Template fields that say what it was trained on, and by which teacher. arguments: of stage 5."""
     tasks, text, chats = (arguments.get(name) for name in ("tasks", "text", "chat"))
-    sources = [(name, given) for name, given in (("chats", chats), ("text", text)) if given]
+    sources = [(name, locations) for name, locations in (("chats", chats), ("text", text)) if locations]
     data = [f"the training sets of {len(arguments['only'])} tasks"] if tasks != NONE else []
-    data += [f"{name} ({', '.join(map(_source, given))})" for name, given in sources]
+    data += [f"{name} ({', '.join(map(_source, locations))})" for name, locations in sources]
     kinds = ["tasks"] * (tasks != NONE)
-    kinds += [f"{'self-generated ' * all(map(is_generated, given))}{name}" for name, given in sources]
+    kinds += [f"{'self-generated ' * all(map(is_generated, locations))}{name}" for name, locations in sources]
     teacher = "the untouched source" if arguments["teacher"] == SOURCE else "a fine-tuned teacher"
     return {"data": ", ".join(data), "kinds": " and ".join(kinds), "tasks": tasks != NONE, "teacher": teacher,
             "seed": markdown_text(arguments["seed"])}

@@ -83,10 +83,8 @@ def heatmaps(
     heads = len(next(iter(matrices.values()))[0])
     groups = groups or [[range(heads)]] * len(layers)
     side = max(2.3, 0.12 * heads)  # inches, for legible numbers
-    figure, axes = plt.subplots(
-        len(matrices), len(layers), squeeze=False, layout="constrained",
-        figsize=(side * len(layers) + 1.2, side * len(matrices) + 0.4),
-    )
+    size = (side * len(layers) + 1.2, side * len(matrices) + 0.4)
+    figure, axes = plt.subplots(len(matrices), len(layers), squeeze=False, layout="constrained", figsize=size)
     for row, (label, images) in zip(axes, matrices.items(), strict=True):
         for axis, image, shared in zip(row, images, groups, strict=True):
             order = [head for group in shared for head in group]

@@ -157,18 +157,6 @@ def save_rows(path, rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_labels_in_a_file_of_their_own(tmp_path):
-    rows, labels_file = task_rows(4, 0)["piqa"], tmp_path / "piqa.validation.labels"
-    labels = [row.pop("label") for row in rows]
-    save_rows(tmp_path / "piqa.validation.jsonl", rows)
-    labels_file.write_text("".join(f"{label}\n" for label in labels))
-    examples, _ = load_task("piqa", "validation", str(tmp_path))
-    assert [example.label for example in examples] == labels
-    labels_file.write_text("0\n")
-    with pytest.raises(UserError, match="piqa.validation.labels: expected 4 labels, one per row, found 1"):
-        load_task("piqa", "validation", str(tmp_path))
-
-
 PIQA = {"goal": "g", "sol1": "a", "sol2": "b", "label": 1}
 
 
