@@ -4,7 +4,8 @@ Reads   any checkpoints (default: the teacher, merged/ and gqa/ of RUN), the val
         tasks, chats, a text, or what a calibration has not read of its own
 Writes  RUN/eval/: eval.md, a column per checkpoint; its numbers in stage.json; eval.jsonl, each checkpoint's
         answer to each question; with --cache frontier.png, bytes against KL of every checkpoint and cache
-        the scores into the model card (README.md) of a checkpoint exported by stage 6 in RUN
+        the scores into the model card (README.md) of a checkpoint exported by stage 6 in RUN; those of
+        all questions of the hub's tasks also into its .eval_results/, from where the hub shows them
 
     python 07_eval.py --run runs/llama2-7b --device cuda
     python 07_eval.py --run runs/llama2-7b --layerwise   # perplexity and cache size, in the memory of a layer
@@ -292,6 +293,8 @@ def main():
         pair = {key: without_speeds(results[key]) for key in (reference, name)}
         if card.write_scores(path, scores(pair, settings.prompts, described_by)):
             print(f"wrote   {os.path.join(path, card.CARD)}: scores")
+            if settings.tasks == "hub" and settings.limit is None:
+                card.write_benchmarks(path, results[name]["tasks"], record["date"])
     print(f"07_eval: {summary_line(results)}; in {started.clock()} s, peak host memory {memory} GiB")
 
 

@@ -5,18 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from common.data import tasks
 from common.data.chat import has_tokens, load_chats, load_tokenized
 from common.data.rows import Sample
 from common.data.sources import CHECKED, DataContext, begins_with_bos, read_unread, unread_length
-from common.data.tasks import (
-    Example,
-    check_lengths,
-    choice_samples,
-    load_task,
-    require_split,
-    select_questions,
-    size_note,
-)
 from common.data.text import EVALUATION, NONE, load_tokens, sequence_length
 from common.evaluation import evaluate
 from common.models import proof
@@ -51,21 +43,19 @@ class Settings:
     dtype: str = "float32"
 
 
-def read_questions(settings: Settings) -> dict[str, dict[int, Example]]:
+def read_questions(settings: Settings) -> dict[str, dict[int, tasks.Example]]:
     """The selected questions: task -> index in the file -> question."""
-    tasks = {}
+    questions = {}
     if settings.tasks == NONE:
-        return tasks
-    require_split(settings.only, "validation", settings.tasks)
+        return questions
+    tasks.require_split(settings.only, "validation", settings.tasks)
     for task in settings.only:
-        examples, path = load_task(task, "validation", settings.tasks)
-        selected = select_questions(len(examples), settings.limit, settings.seed)
-        tasks[task] = {index: examples[index] for index in selected}
-        repeated = sum(len(set(example.choices)) < len(example.choices) for example in tasks[task].values())
-        note = size_note(task, "validation", path, len(examples))
-        note += f", {repeated} of them with a duplicate choice" if repeated else ""
+        examples, path = tasks.load_task(task, "validation", settings.tasks)
+        selected = tasks.select_questions(len(examples), settings.limit, settings.seed)
+        questions[task] = {index: examples[index] for index in selected}
+        note = tasks.size_note(task, "validation", path, len(examples))
         print(f"reads   {path}: {len(selected)} of {len(examples)} questions{note}")
-    return tasks
+    return questions
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ class Tokenized:
     tokenizer: object
     length: int  # tokens per sequence of text
     sets: dict[str, tuple[list[Sample], str]]  # CHATS, TEXT, as far as there are any -> samples, their source
-    questions: dict[str, dict[int, Example]]  # from read_questions
+    questions: dict[str, dict[int, tasks.Example]]  # from read_questions
     choices: dict[str, list[list[Sample]]]  # task -> question -> choice
     prompts: list[list[int]]  # token ids
 
@@ -102,9 +92,10 @@ def prepare(path: str, settings: Settings, questions: dict, unread) -> Tokenized
         sets[TEXT] = list(map(Sample, tokens.tolist())), description
     choices = {}
     for task, examples in questions.items():
-        choices[task] = [choice_samples(example, tokenizer) for example in examples.values()]
-        for index, samples in zip(examples, choices[task], strict=True):
-            check_lengths(((index, sample) for sample in samples), positions, f"{path}: {task}.validation")
+        choices[task] = [tasks.choice_samples(example, tokenizer) for example in examples.values()]
+        samples = ((index, sample) for index, question in zip(examples, choices[task], strict=True)
+                   for sample in question)
+        tasks.check_lengths(samples, positions, f"{path}: {task}.validation")
     prompts = evaluate.prompt_ids(settings.prompts, tokenizer)
     longest = max(map(len, prompts), default=0)
     if longest + ANSWER_TOKENS > positions:
@@ -119,7 +110,7 @@ def read_chats(path: str, tokenizer, config, settings: Settings) -> tuple[list[S
     if not has_tokens(settings.chat):
         return load_chats(settings.chat, tokenizer, positions, EVALUATION, settings.sequences)
     chats, description = load_tokenized(settings.chat, config.vocab_size, settings.sequences)
-    check_lengths(enumerate(chats, 1), positions, f"{path}: {settings.chat}", chats=True)
+    tasks.check_lengths(enumerate(chats, 1), positions, f"{path}: {settings.chat}", chats=True)
     return chats, description
 
 

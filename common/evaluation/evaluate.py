@@ -12,14 +12,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from common.data.chat import apply_template, fixed_template
 from common.data.rows import Sample
 from common.method.losses import cross_entropy
-from common.models.equivalence import (
-    COMPARED,
-    compare,
-    perplexity_from,
-    perplexity_of,
-    ratio,
-    sequence_losses,
-)
+from common.models import equivalence
 from common.models.forward import attention_alone, replaced
 from common.models.head import Head, head_of
 from common.models.load import bos_prefix, end_tokens
@@ -38,7 +31,8 @@ REPEATS = 5  # runs of `speed`, of which the median counts
 def perplexity(model, tokens: torch.Tensor) -> float:
     """exp of the mean next-token loss over tokens [n, T], one row at a time, on the model's device."""
     rows = Progress(tokens.to(model.device), desc="perplexity", unit="seq", leave=False)
-    return perplexity_of((model(input_ids=row[None], use_cache=False).logits[0] for row in rows), tokens)
+    logits = (model(input_ids=row[None], use_cache=False).logits[0] for row in rows)
+    return equivalence.perplexity_of(logits, tokens)
 
 
 class Predictions:
@@ -58,7 +52,7 @@ def prediction_metrics(model, samples: list[Sample],
                        reference: Predictions | None) -> tuple[dict, Predictions]:
     """Metrics of a model's predictions: of the answers of chats, of every token but the first of texts.
 
-    "perplexity" and, against the predictions of a reference for the same samples, what is COMPARED, with
+    "perplexity" and, against the predictions of a reference for the same samples, equivalence.COMPARED with
     "loss_above" in place of both losses, the model's minus the reference's; each with its standard error over
     samples, NAME_stderr, if there are several. Also returns the model's own predictions. Without a reference
     that has its vocabulary, perplexity alone. Raises UserError if that overflows.
@@ -77,12 +71,12 @@ def prediction_metrics(model, samples: list[Sample],
             compared, total = reference is not None and theirs.shape == logits.shape, 0
             for part in at.split(CHUNK):
                 ours = logits[part].double()
-                columns = (compare(ours, theirs[part].to(ours), targets[part]) if compared
+                columns = (equivalence.compare(ours, theirs[part].to(ours), targets[part]) if compared
                            else [cross_entropy(ours, targets[part])])
                 total += torch.stack([column.double().sum() for column in columns])
             sums.append(total)
             counts.append(len(at))
-    names = COMPARED if compared else ["loss"]
+    names = equivalence.COMPARED if compared else ["loss"]
     return means_with_errors(dict(zip(names, torch.stack(sums).T.tolist(), strict=True)), counts), predictions
 
 
@@ -91,9 +85,9 @@ def means_with_errors(totals: dict[str, list[float]], counts: list[int]) -> dict
     if "teacher_loss" in totals:
         pairs = zip(totals["loss"], totals.pop("teacher_loss"), strict=True)
         totals["loss_above"] = [ours - theirs for ours, theirs in pairs]
-    means = {name: ratio(column, counts) for name, column in totals.items()}
+    means = {name: equivalence.ratio(column, counts) for name, column in totals.items()}
     loss, error = means.pop("loss")
-    perplexity = perplexity_from(loss)
+    perplexity = equivalence.perplexity_from(loss)
     # d exp(loss) = exp(loss) d loss
     means = {"perplexity": (perplexity, error and perplexity * error)} | means
     errors = {f"{name}_stderr": error for name, (_, error) in means.items() if error is not None}
@@ -126,7 +120,7 @@ def layerwise_perplexity(layers, tokens: torch.Tensor, directory: str) -> dict[s
     total = layers.config.num_hidden_layers
     for layer in Progress(layers.decoder_layers(), "perplexity", total, unit="layer", leave=False):
         layers.advance(layer, hidden)
-    losses = sequence_losses(layers.logits_of(hidden), tokens)
+    losses = equivalence.sequence_losses(layers.logits_of(hidden), tokens)
     return means_with_errors({"loss": losses}, [1] * len(losses))
 
 

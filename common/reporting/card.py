@@ -4,8 +4,10 @@ import os
 import re
 
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import yaml_dump
 
 from common.data.data_sets import is_data_set
+from common.data.tasks import HUB
 from common.data.text import GENERATED, NONE, is_generated
 from common.models.load import is_hub_name
 from common.models.quantized_cache import LAYOUTS
@@ -73,6 +75,22 @@ def write_scores(directory: str, scores: str) -> bool:
     return bool(opening)
 
 
+def write_benchmarks(directory: str, tasks: dict[str, dict], date: str) -> None:
+    """Write a checkpoint's exact match on the hub's tasks to .eval_results/, from where the hub shows it.
+
+    tasks: task -> its metrics, as in evaluate.rates. date: of the evaluation, in ISO 8601.
+    """
+    entries = []
+    for task, metrics in tasks.items():
+        name, configuration = HUB[task]
+        entries.append({
+            "dataset": {"id": name, "task_id": configuration or "default"},
+            "value": round(100 * metrics["exact_match"], 2), "date": date,
+            "source": {"url": f"https://huggingface.co/datasets/{name}", "name": "07_eval.py"},
+            "notes": f"exact match of greedy generation, %, on {metrics['questions']} validation questions"})
+    write_text(os.path.join(directory, ".eval_results", "tasks.yaml"), yaml_dump(entries))
+
+
 def _hub_names(bases: str | list[str] | None) -> str | list[str] | None:
     """The base models in a source's card; None if one is not a name on the hub but a path of some machine."""
     names = bases if isinstance(bases, list) else [bases]
@@ -107,7 +125,8 @@ def _license(metadata: dict, repository: str | None) -> dict:
     link = metadata.get("license_link")
     if repository and isinstance(link, str) and "://" not in link:
         link = f"https://huggingface.co/{repository}/blob/main/{link}"
-    return {"license": metadata.get("license"), "license_name": metadata.get("license_name"), "license_link": link}
+    names = ("license", "license_name")
+    return {name: metadata.get(name) for name in names} | {"license_link": link}
 
 
 def _source_card(path: str) -> dict:

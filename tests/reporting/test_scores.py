@@ -1,9 +1,10 @@
 """The scores of stage 7 in Markdown: each number in its place, and text that cannot break out of its cell."""
 
 import pytest
+import yaml
 
 from common.evaluation.compared import Settings
-from common.reporting.card import write_scores
+from common.reporting.card import write_benchmarks, write_scores
 from common.reporting.scores import caches_table, caption, results_table, scores, summary_line
 
 NAMES = ("exact_match", "exact_match_stderr", "likelihood", "likelihood_stderr")
@@ -101,6 +102,17 @@ def test_a_card_without_markers_is_left_alone(tmp_path):
     (tmp_path / "README.md").write_text("# Model\n<!-- scores -->\nmore")
     assert not write_scores(str(tmp_path), "| 1 |")
     assert (tmp_path / "README.md").read_text() == "# Model\n<!-- scores -->\nmore"
+
+
+def test_exact_match_on_the_hubs_tasks_is_in_the_hubs_format(tmp_path):
+    tasks = {"boolq": {"questions": 3270, "exact_match": 0.75},
+             "arc_easy": {"questions": 9, "exact_match": 1 / 3}}
+    write_benchmarks(str(tmp_path), tasks, "2026-01-02")
+    entries = yaml.safe_load((tmp_path / ".eval_results/tasks.yaml").read_text())
+    assert [(each["dataset"], each["value"]) for each in entries] == [
+        ({"id": "google/boolq", "task_id": "default"}, 75.0),
+        ({"id": "allenai/ai2_arc", "task_id": "ARC-Easy"}, 33.33)]
+    assert entries[0]["date"] == "2026-01-02"
 
 
 @pytest.mark.parametrize(("tokens", "few"), [(4095, True), (4096, False)])
