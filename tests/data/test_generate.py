@@ -334,9 +334,6 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     assert rendered.startswith("<|im_start|>system\nBe brief")
     assert "assistant\nYes<|im_end|>\n<|im_start|>" in rendered
     assert description.startswith(f"{text}: ") and f"; {path}: 3 chats" in description  # of 56 tokens
-    with pytest.raises(UserError, match="chats.jsonl: expected 6400 tokens in its training part, found"):
-        read_sequences("generated", path, place, 200, 64)
-    assert not list(tmp_path.rglob("*.npy"))  # before text is generated
 
 
 @pytest.mark.slow

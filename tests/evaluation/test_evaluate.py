@@ -112,14 +112,6 @@ def test_prompts_are_answered_greedily_through_the_template(model, template, pre
     assert evaluate.complete(model, tokenizer, prompts, 5, 2)[1] == answer
 
 
-def test_blanks_of_an_answer_are_as_generated_whatever_the_tokenizer_says():
-    tokenizer = byte_tokenizer()
-    tokenizer.clean_up_tokenization_spaces = True
-    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
-    ids = tokenizer("Yes .", add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == "Yes." and evaluate.decoded(tokenizer, ids) == "Yes ."
-
-
 @pytest.mark.parametrize(("dtype", "changes"), [
     (torch.float32, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     pytest.param(torch.bfloat16, {"model_type": "qwen3"}, marks=pytest.mark.slow),

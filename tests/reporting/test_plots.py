@@ -158,7 +158,3 @@ def test_a_picture_that_cannot_be_drawn_is_skipped_in_one_line(tmp_path, capsys,
         plots.curves(str(tmp_path), [], "title")  # a directory
         assert capsys.readouterr().out.startswith(f"skipped {tmp_path}: {reason}")
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-
-def test_drawn_layers_reach_from_the_first_to_the_last():
-    assert [plots.spaced_layers(count) for count in (1, 32)] == [[0], [0, 10, 21, 31]]
