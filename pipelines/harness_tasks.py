@@ -142,15 +142,14 @@ def main():
     args = parser.parse_args()
     record = read_record(os.path.join(args.run, "eval"), "07_eval.py")
     evaluated = read_arguments(record, args.run)
-    for path in outputs(args.output, evaluated.only):
-        if os.path.exists(path) and not args.force:
-            raise UserError(f"{path} already exists; pass --force to replace it")
+    existing = [path for path in outputs(args.output, evaluated.only) if os.path.exists(path)]
+    if existing and not args.force:
+        raise UserError(f"{existing[0]} already exists; pass --force to replace it")
     stage7 = importlib.import_module("07_eval")
     source, _ = stage7.choose_sources(args.run, evaluated.tasks, evaluated.text)
     tasks = read_questions(Settings(source, evaluated.only, evaluated.limit, evaluated.seed))
     checkpoints = {name: metrics["path"] for name, metrics in record["results"].items()}
-    tokenizer = load_tokenizer(next(iter(checkpoints.values())))
-    print(write_tasks(args.output, tasks, tokenizer))
+    print(write_tasks(args.output, tasks, load_tokenizer(next(iter(checkpoints.values())))))
     write_command(args.output, checkpoints, evaluated.batch, record["device"], evaluated.dtype, evaluated.bos)
 
 

@@ -61,8 +61,9 @@ class Decoder:
         self.finite = torch.ones((), dtype=torch.bool, **options)
         rope = str(getattr(model.model.rotary_emb, "rope_type", ""))
         on_host = "dynamic" in rope or "longrope" in rope  # where the position is read
-        self.captured, self.graphs = model.device.type == "cuda" and not on_host, {}  # span -> graph
-        self.memory = torch.cuda.graph_pool_handle() if self.captured else None  # of all graphs, run in turn
+        captured = model.device.type == "cuda" and not on_host
+        self.graphs = {} if captured else None  # span -> graph
+        self.memory = torch.cuda.graph_pool_handle() if captured else None  # of all graphs, run in turn
 
     def read(self, span: int) -> None:
         """Read self.tokens at this position, and draw the next ones; it changes nothing to do it twice."""
@@ -98,13 +99,14 @@ class Decoder:
         if position == self.switch:
             self.read_again()
         span = (position // SPAN + 1) * SPAN
-        if not self.captured or span not in self.graphs:  # the first run loads what a captured one may not
-            self.read(span)
-        if self.captured and span not in self.graphs:
-            self.graphs[span] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[span], pool=self.memory):
-                self.read(span)
-        if self.captured:
+        if self.graphs is None or span not in self.graphs:
+            self.read(span)  # also loads what a captured run may not
+        if self.graphs is not None:
+            if span not in self.graphs:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.memory):
+                    self.read(span)
+                self.graphs[span] = graph
             self.graphs[span].replay()
         return self.drawn
 
