@@ -277,21 +277,21 @@ def main():
 
     results, outcomes = measure_all(described, tokenized, comparable, settings, args.run)
     results = {name: metrics | open_masks[name] for name, metrics in results.items()}
-    described_by = caption(results[reference], settings, bos)
-    table, memory = scores(results, settings.prompts, described_by), progress.peak_memory()
+    note = caption(results[reference], settings, bos)
+    shown, memory = scores(results, settings.prompts, note), progress.peak_memory()
     record = started.record(described[reference], {"peak_memory_gib": memory}, device=settings.device,
                             begin_of_sequence=bos, prompts=settings.prompts, results=results)
     with write_directory(output) as aside:
         write_text(os.path.join(aside, OUTCOMES), "".join(json.dumps(each) + "\n" for each in outcomes))
-        write_text(os.path.join(aside, TABLE), f"{table}\n")
+        write_text(os.path.join(aside, TABLE), f"{shown}\n")
         if rows := cache_rows(results):
             title = f"KL from {os.path.basename(described[reference]['path'])}"
             plots.frontier(os.path.join(aside, PICTURE), rows, list(LAYOUTS), title)
         write_record(aside, record | {"arguments": record["arguments"] | {"bos": bos}})
-    print(f"\n{table}\n\nwrote   {output}")
+    print(f"\n{shown}\n\nwrote   {output}")
     for name, path in scored.items():
         pair = {key: without_speeds(results[key]) for key in (reference, name)}
-        if card.write_scores(path, scores(pair, settings.prompts, described_by)):
+        if card.write_scores(path, scores(pair, settings.prompts, note)):
             print(f"wrote   {os.path.join(path, card.CARD)}: scores")
             if settings.tasks == "hub" and settings.limit is None:
                 card.write_benchmarks(path, results[name]["tasks"], record["date"])
