@@ -1,8 +1,8 @@
 """Running a model layer by layer: all sequences pass through one decoder layer before the next.
 
-Either the entire model is in memory, or, if layerwise, only the current layer, with hidden states on disk:
-a 7B model then needs the memory of one layer. Both do the same operations in the same order and give the same
-bytes. CheckpointWriter writes a model one part at a time.
+Parts are loaded when they are needed and freed again, with hidden states on disk: a 7B model then needs the
+memory of one layer. A model in memory is the case that keeps all of them. Both give the same bytes.
+CheckpointWriter writes a model one part at a time.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from common.models import families, proof, sidecars
 from common.models.forward import embedded, logits_of, run_layer
-from common.models.load import empty_model, kept_tensors, load_config, load_model, materialize
+from common.models.load import empty_model, kept_tensors, load_config, materialize
 from common.models.weights import DTYPES, StoredWeights, check_finite, check_names, check_tied, wider_dtypes
 
-SHARD_SIZE = "50GB"  # the most a weight file holds: the default of transformers' save_pretrained
+SHARD_SIZE = "5GB"  # the most a weight file holds
 STORED_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -39,32 +39,39 @@ class Layers:
                  weights=None, model=None):
         self.path, self.device, self.layerwise = path, device, layerwise
         self.edits = []  # functions to apply to each decoder layer after loading it
-        if layerwise:
-            self.model = empty_model(path, config or load_config(path), dtype, device)
-            self.weights = weights or StoredWeights(path, self.model)
-            tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
-            expected, stored = self.model.state_dict().keys(), self.weights.names()
-            check_names(path, expected - stored - tied, stored - expected)
-        else:
-            self.model = model or load_model(path, dtype, device)
-        proof.attach_pairs(self.model)
+        self.model = model or empty_model(path, config or load_config(path), dtype, device)
         self.config = self.model.config
-        if self.config.tie_word_embeddings and weights is None and model is None:
-            check_tied(path)
+        self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
+        if model is None:
+            self.weights = weights or StoredWeights(path, self.model)
+            expected, stored = self.model.state_dict().keys(), self.weights.names()
+            check_names(path, expected - stored - self.tied.keys(), stored - expected)
+            if self.tied and weights is None:
+                check_tied(path)
+            if not layerwise:
+                self._load("")
+        proof.attach_pairs(self.model)
+
+    def _load(self, name: str):
+        """Load the module of this name in the model, "" for all of it, and return it."""
+        module = self.model.get_submodule(name)
+        materialize(module, self.device)
+        if module is self.model:
+            module.tie_weights()
+        names = {key: f"{name}.{key}" if name else key for key in module.state_dict()}
+        tensors = {self.tied.get(names[key], names[key]): tensor
+                   for key, tensor in module.state_dict().items()}
+        self.weights.read(tensors)
+        check_finite(tensors.items(), self.path)
+        return module
 
     @contextlib.contextmanager
     def part(self, name: str):
         """Context manager: a module by name, as "model.embed_tokens", "model.layers.0" or "lm_head"."""
-        module = self.model.get_submodule(name)
         if not self.layerwise:
-            yield module
+            yield self.model.get_submodule(name)
             return
-        materialize(module, self.device)
-        tied = name == "lm_head" and self.config.tie_word_embeddings
-        stored_name = "model.embed_tokens" if tied else name
-        tensors = {f"{stored_name}.{key}": tensor for key, tensor in module.state_dict().items()}
-        self.weights.read(tensors)
-        check_finite(tensors.items(), self.path)
+        module = self._load(name)
         yield module
         materialize(module, "meta")
         return_freed_memory()
@@ -112,12 +119,11 @@ class Layers:
     def streamed(self):
         """Context manager: the model itself, to call; if layerwise, each part is loaded when it runs."""
         loaded, hooks = contextlib.ExitStack(), []
-        names = [f"model.layers.{index}" for index in range(self.config.num_hidden_layers)]
-        parts = {self.model.get_submodule(name): functools.partial(self.layer, index)
-                 for index, name in enumerate(names)}
-        for name in families.outside(self.model):
-            parts[self.model.get_submodule(name)] = functools.partial(self.part, name)
-        for module, part in parts.items() if self.layerwise else ():
+        parts = {name: functools.partial(self.part, name) for name in families.outside(self.model)}
+        parts |= {f"model.layers.{index}": functools.partial(self.layer, index)
+                  for index in range(self.config.num_hidden_layers)}
+        for name, part in parts.items():
+            module = self.model.get_submodule(name)
             hooks.append(module.register_forward_pre_hook(
                 lambda *_, part=part: loaded.enter_context(part()) and None))
             hooks.append(module.register_forward_hook(lambda *_: loaded.close()))
@@ -202,18 +208,17 @@ class CheckpointWriter:
     """
 
     def __init__(self, directory: str, config, dtype: torch.dtype, source: str):
-        self.directory, self.dtype, self.source = directory, dtype, source
-        model = empty_model(source, config, dtype)
-        self.config = model.config
-        self.config.architectures = [type(model).__name__]
-        kept = kept_tensors(model)
-        for name, wider in wider_dtypes(model, source).items():
+        self.directory, self.source = directory, source
+        self.model = empty_model(source, config, dtype)
+        self.config = self.model.config
+        self.config.architectures = [type(self.model).__name__]
+        kept = kept_tensors(self.model)
+        for name, wider in wider_dtypes(self.model, source).items():
             if name in kept:  # not tied to a parameter with another name
                 kept[name] = kept[name].to(torch.promote_types(kept[name].dtype, wider))
         self.dtypes = {name: tensor.dtype for name, tensor in kept.items()}  # by name in the model
-        self.model, self.tensors = model, revert_weight_conversion(model, kept)
-        self.places: dict[str, tuple[str, int]] = {}  # of each tensor: file, offset
-        self.written: set[str] = set()
+        self.tensors = revert_weight_conversion(self.model, kept)  # by name in the files
+        self.places: dict[str, tuple[str, int]] = {}  # of each tensor that is not written: file, offset
 
     def __enter__(self):
         sidecars.write(self.directory, self.config, self.source)
@@ -225,7 +230,7 @@ class CheckpointWriter:
         split = split_torch_state_dict_into_shards(self.tensors, max_shard_size=SHARD_SIZE,
                                                    filename_pattern="model{suffix}.safetensors")
         for file, names in split.filename_to_tensors.items():
-            header, end = {"__metadata__": {"format": "pt"}}, 0
+            path, header, end = os.path.join(self.directory, file), {"__metadata__": {"format": "pt"}}, 0
             for name in sorted(names):  # as safetensors does
                 tensor = self.tensors[name]
                 start, end = end, end + tensor.nbytes
@@ -233,17 +238,16 @@ class CheckpointWriter:
                                 "data_offsets": (start, end)}
             content = json.dumps(header, separators=(",", ":")).encode()
             content += b" " * (-len(content) % 8)
-            with open(self._path(file), "wb") as stream:
+            with open(path, "wb") as stream:
                 stream.write(len(content).to_bytes(8, "little") + content)
             for name in names:
-                self.places[name] = self._path(file), 8 + len(content) + header[name]["data_offsets"][0]
-        if not split.is_sharded:
-            return
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        index = {"metadata": {"total_parameters": parameters} | split.metadata,
-                 "weight_map": split.tensor_to_filename}
-        with open(self._path("model.safetensors.index.json"), "w", encoding="utf-8") as stream:
-            stream.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+                self.places[name] = path, 8 + len(content) + header[name]["data_offsets"][0]
+        if split.is_sharded:
+            parameters = sum(parameter.numel() for parameter in self.model.parameters())
+            index = {"metadata": {"total_parameters": parameters} | split.metadata,
+                     "weight_map": split.tensor_to_filename}
+            with open(os.path.join(self.directory, "model.safetensors.index.json"), "w") as stream:
+                stream.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def write(self, name: str, module) -> None:
         """Write a module's tensors under `name`, its name in the model ("model.layers.0").
@@ -256,11 +260,10 @@ class CheckpointWriter:
             expected = self.tensors[key]
             if tensor.shape != expected.shape:
                 raise ValueError(f"{key}: expected shape {list(expected.shape)}, found {list(tensor.shape)}")
-            file, offset = self.places[key]
+            file, offset = self.places.pop(key)
             with open(file, "r+b") as stream:
                 stream.seek(offset)
                 stream.write(raw_bytes(tensor.to(expected.dtype)))
-            self.written.add(key)
 
     def write_rest(self, layers: Layers) -> None:
         """Write the embedding, final norm and head of `layers`."""
@@ -269,13 +272,9 @@ class CheckpointWriter:
                 self.write(name, module)
 
     def __exit__(self, kind, *error):
-        missing = self.tensors.keys() - self.written
-        if kind is None and missing:
-            raise RuntimeError(f"{self.directory}: {len(missing)} tensors were not written, "
-                               f"among them {min(missing)}")
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self.directory, name)
+        if kind is None and self.places:
+            raise RuntimeError(f"{self.directory}: {len(self.places)} tensors were not written, "
+                               f"among them {min(self.places)}")
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

@@ -5,7 +5,6 @@ import glob
 import hashlib
 import os
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Iterator
 
@@ -38,8 +37,7 @@ IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
 def weight_files(directory: str) -> list[str]:
     """Names of the files from which transformers reads a checkpoint's weights; an index, if any, comes first.
 
-    Raises UserError if there are none, if the index cannot be read or names files elsewhere, and for an
-    adapter next to them.
+    Raises UserError if one is missing, if an index names none, and for an adapter next to them.
     """
     adapter = os.path.join(directory, "adapter_config.json")
     if os.path.exists(adapter):  # transformers would apply it to the weights next to it
@@ -48,37 +46,28 @@ def weight_files(directory: str) -> list[str]:
     name = next(present_files(directory, WEIGHT_FILES), None)
     if name is None:
         raise UserError(f"{directory}: expected weights (one of {', '.join(WEIGHT_FILES)}), found none")
-    path = os.path.join(directory, name)
-    shards = index_shards(path)
+    shards = index_shards(os.path.join(directory, name))
     missing = set(shards).difference(present_files(directory, shards))
     if missing:
-        raise UserError(f"{path}: expected names of files in its directory, found {shown(min(missing))}")
+        raise UserError(f"{directory}: expected the weights {min(missing)}, found none")
     return [name, *shards]
 
 
 def index_shards(path: str) -> list[str]:
-    """Names of the files that an index of weights names; none for a file of weights.
-
-    Raises UserError for an index that transformers could not read, and for names of files elsewhere.
-    """
+    """Names of the files that an index of weights names; none for a file of weights. Raises UserError."""
     if not path.endswith(".index.json"):
         return []
-    index = read_json(path)
-    shards = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(shards, dict) or not isinstance(index.get("metadata"), dict):
-        raise UserError(f"{path}: expected metadata and a weight_map, found none")
-    for name in shards.values():
-        if not isinstance(name, str) or os.path.normpath(name).startswith(("..", "/")):
-            raise UserError(f"{path}: expected names of files in its directory, found {shown(name)}")
-    return sorted(set(shards.values()))
+    try:
+        return sorted(set(read_json(path)["weight_map"].values()))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path}: expected a weight_map, found none") from error
 
 
 def present_files(directory: str, names) -> Iterator[str]:
     """Yield those of the names that are files of a model's directory, once they meet require_content."""
     for name in names:
-        path = os.path.join(directory, name)
-        if os.path.exists(path) and not os.path.isdir(path):
-            require_content(path)
+        if os.path.isfile(os.path.join(directory, name)):
+            require_content(os.path.join(directory, name))
             yield name
 
 
@@ -127,37 +116,27 @@ def open_checkpoint(directory: str) -> dict:
                 file = safe_open(path, framework="pt")
                 tensors |= {key: file.get_slice(key) for key in file.keys()}
             elif name.endswith(".bin"):  # older format; weights_only refuses pickles that run code
-                mapped = zipfile.is_zipfile(path)
-                stored = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-                for key, tensor in stored.items():
-                    require_dense(key, tensor)
-                tensors |= stored
+                tensors |= torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # the exception class depends on the damage
             raise UserError(f"{path}: expected a file of tensors, found none that can be read: "
                             f"{first_line(error)}") from error
     return tensors
 
 
-def require_dense(name: str, tensor) -> None:
-    """Raise ValueError unless this is a tensor in memory, not a sparse one."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-        found = getattr(tensor, "layout", type(tensor).__name__)
-        raise ValueError(f"expected a dense tensor {shown(name)}, found {found}")
+class StoredWeights:
+    """The weights of a checkpoint directory, read a few tensors at a time by their names in a model.
 
-
-class TensorNames:
-    """What the tensors of a checkpoint are in a model. What transformers stores otherwise than a model holds
-    it, each expert of a mixture by itself, is converted by transformers when it is read.
-
-    Raises UserError for files that are damaged, and for tensors that cannot be converted.
+    What transformers stores otherwise than a model holds it, each expert of a mixture by itself, is converted
+    by transformers when it is read. Raises UserError for files that are damaged, and for tensors that cannot
+    be converted.
     """
 
-    def __init__(self, model, directory: str):
-        stored, transforms = open_checkpoint(directory), get_model_conversion_mapping(model, add_legacy=False)
+    def __init__(self, path: str, model):
+        stored, transforms = open_checkpoint(path), get_model_conversion_mapping(model, add_legacy=False)
         renamings, converters = ([transform for transform in transforms if isinstance(transform, kind)]
                                  for kind in (WeightRenaming, WeightConverter))
         ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-        self.directory, self.keys, self.made, groups = directory, {}, {}, {}
+        self.path, self.keys, self.made, groups = path, {}, {}, {}
         for key in sorted(stored, key=dot_natural_key):  # experts in their order
             if any(pattern.search(key) for pattern in ignored):
                 continue
@@ -172,16 +151,45 @@ class TensorNames:
             try:
                 made = make({key: empty_of(stored[key]) for key, _ in parts})
             except Exception as error:  # one is missing, or has another shape
-                raise UserError(f"{directory}: expected tensors that make {name}, found others: "
+                raise UserError(f"{path}: expected tensors that make {name}, found others: "
                                 f"{first_line(error)}") from error
             self.made |= {target: (make, tensor) for target, tensor in made.items()}
 
+    def names(self) -> set[str]:
+        """Names of the stored tensors in the model."""
+        return {*self.keys, *self.made}
+
     def open(self) -> dict:
-        """open_checkpoint by the names in the model."""
-        stored = open_checkpoint(self.directory)
-        tensors = {name: stored[key] for name, key in self.keys.items() if key in stored}
+        """open_checkpoint by the names in the model.
+
+        The files are reopened each time, because pages read from an open one stay in memory.
+        """
+        stored = open_checkpoint(self.path)
+        tensors = {name: stored[key] for name, key in self.keys.items()}
         return tensors | {name: Converted(make, stored, name, empty)
                           for name, (make, empty) in self.made.items()}
+
+    def read(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Fill tensors by name. Raises UserError for one that is missing or has another shape."""
+        stored = self.open()
+        for name, tensor in tensors.items():
+            check_names(self.path, {name} - stored.keys(), ())
+            content = stored[name][...]
+            if content.shape != tensor.shape:
+                raise UserError(f"{self.path}: expected {name} of shape {list(tensor.shape)}, "
+                                f"found {list(content.shape)}")
+            tensor.copy_(content)
+
+
+class Converted:
+    """A handle for a tensor that is made of several stored ones, as those of open_checkpoint."""
+
+    def __init__(self, made, stored: dict, name: str, empty: torch.Tensor):
+        self.made, self.stored, self.name = made, stored, name
+        self.shape, self.dtype = empty.shape, empty.dtype
+
+    def __getitem__(self, rows) -> torch.Tensor:
+        return self.made(self.stored)[self.name][rows]
 
 
 def convert(converter: WeightConverter, name: str, parts: list[tuple[str, str]], model, stored) -> dict:
@@ -209,53 +217,16 @@ def empty_of(stored) -> torch.Tensor:
 def wider_dtypes(model, directory: str) -> dict[str, torch.dtype]:
     """Tensor name in a model -> its dtype in a checkpoint, for tensors stored wider than most elements are.
 
-    There are none in a directory without weights. Raises UserError as TensorNames does.
+    There are none in a directory without weights. Raises UserError as StoredWeights does.
     """
     if not any(present_files(directory, WEIGHT_FILES)):
         return {}
-    tensors = {name: empty_of(stored) for name, stored in TensorNames(model, directory).open().items()}
+    tensors = {name: empty_of(stored) for name, stored in StoredWeights(directory, model).open().items()}
     elements = Counter()
     for tensor in tensors.values():
         elements[tensor.dtype] += tensor.numel()
     most = max(elements, key=elements.get)
     return {name: tensor.dtype for name, tensor in tensors.items() if tensor.itemsize > most.itemsize}
-
-
-class Converted:
-    """A handle for a tensor that is made of several stored ones, as those of open_checkpoint."""
-
-    def __init__(self, made, stored: dict, name: str, empty: torch.Tensor):
-        self.made, self.stored, self.name = made, stored, name
-        self.shape, self.dtype = empty.shape, empty.dtype
-
-    def __getitem__(self, rows) -> torch.Tensor:
-        return self.made(self.stored)[self.name][rows]
-
-
-class StoredWeights:
-    """The weights of a checkpoint directory, read a few tensors at a time by their names in a model."""
-
-    def __init__(self, path: str, model):
-        self.path, self.tensors = path, TensorNames(model, path)
-
-    def names(self) -> set[str]:
-        """Names of the stored tensors."""
-        return set(self.tensors.open())
-
-    def read(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Fill tensors by name. Raises UserError for one that is missing or has another shape.
-
-        The files are reopened each time, because pages read from an open one stay in memory.
-        """
-        stored = self.tensors.open()
-        for name, tensor in tensors.items():
-            if name not in stored:
-                raise UserError(f"{self.path}: expected a tensor {name}, found none")
-            content = stored[name][...]
-            if content.shape != tensor.shape:
-                raise UserError(f"{self.path}: expected {name} of shape {list(tensor.shape)}, "
-                                f"found {list(content.shape)}")
-            tensor.copy_(content)
 
 
 def check_names(path: str, missing, unexpected) -> None:

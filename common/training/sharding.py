@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.models.load import empty_model, kept_tensors, materialize
-from common.models.weights import TensorNames, shape_of
+from common.models.weights import StoredWeights, shape_of
 from common.run.errors import UserError
 from common.training.attention import Trainee
 
@@ -278,7 +278,7 @@ def load_rows(model, sources) -> None:
     for name, parameter in kept_tensors(model).items():
         directory, key = sources(name)
         if directory not in opened:
-            opened[directory] = TensorNames(model, directory).open()
+            opened[directory] = StoredWeights(directory, model).open()
         if key not in opened[directory]:
             raise UserError(f"{directory}: expected a tensor {key}, found none")
         stored = opened[directory][key]
