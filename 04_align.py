@@ -12,11 +12,10 @@ Writes  RUN/aligned/   an ordinary checkpoint equivalent to the source: heads ro
 Generalized Procrustes (Algorithm 1, by a faster update) finds the rotations from each group's Grams, in
 float64. They are fused into W_Q, W_K, W_V and W_O (Eq. 12-17).
 
-Equivalence check: aligned/, loaded back from disk, must reproduce the source's logits up to float32 rounding.
-A 16-bit checkpoint rounds the rotated weights once more. There the rotated float32 model must match the
-source, aligned/ must match that model rounded to 16 bits, and its KL from the source is bounded. Where scores
-are so large that the source itself is far from float64, the bound grows with that. If the check fails,
-nothing is written.
+Equivalence check: the rotated model in float32 must reproduce the source's logits up to float32 rounding, and
+aligned/, loaded back from disk, those of the rotated model in the checkpoint's precision; its KL from the
+source is bounded. Where scores are so large that the source itself is far from float64, the bound grows with
+that. If the check fails, nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
 none it is the mean-pool baseline. --merge closed-form computes the best shared heads
@@ -24,8 +23,7 @@ none it is the mean-pool baseline. --merge closed-form computes the best shared 
 RoPE-aware for contexts of up to --key-context tokens. --refit then re-solves each layer's W_O by least
 squares on the calibration text, at the cost of two forward passes over it. --refit attention goes on to train
 W_Q, W_K, W_V and W_O on the source layer's attention output, at the cost of six to nine in all. If
---key-context exceeds a sequence, at most four times, both read every second sequence at positions with gaps,
-those held out as well as those that fit.
+--key-context exceeds a sequence, at most four times, both read every second sequence at positions with gaps.
 
 If the command is stopped, the same one goes on: with the aligned model that was verified, and with the first
 layer that was not refitted. Another command, or another version, removes what that one left.
@@ -46,22 +44,13 @@ from common.method.procrustes import align_layer, within_group_cosine
 from common.models.calibration import Calibration
 from common.models.edits import fuse_groups, merge_layer, merged_config
 from common.models.equivalence import max_difference, mean_kl, perplexity_of, require_close
-from common.models.families import key_context, merged_parameters, norm_kind
+from common.models.families import key_context, merged_parameters
 from common.models.layers import CheckpointWriter, Layers
-from common.models.load import empty_model, load_config, pick_device, source_model, weight_dtype
+from common.models.load import load_config, pick_device, source_model, weight_dtype
 from common.models.merging import choose_merges
 from common.models.refit import ERRORS, Refit
-from common.run.artifact import (
-    RECORD,
-    Parts,
-    begin_stage,
-    digest,
-    input_digests,
-    read_record,
-    refuse_own_source,
-    write_directory,
-    write_record,
-)
+from common.run import artifact
+from common.run.artifact import RECORD, Parts, begin_stage, digest, write_directory, write_record
 from common.run.errors import Complete, UserError, run_stage
 from common.run.flags import device, positive, stage_parser
 from common.run.kinds import CRITERION, MERGES, REFITS, find_group_fault
@@ -112,9 +101,9 @@ def parse():
 class Inputs:
     """What the stage reads."""
 
-    source: dict  # the description of the model
     calibration: Calibration
-    grouping: dict  # the record of the groups
+    source: dict  # the description of the model
+    grouping: dict  # the summary of the groups
     groups: torch.Tensor  # [layers, G, D] head indices
     tokens: torch.Tensor  # [sequences, length], for the equivalence check
     refit_tokens: torch.Tensor | None  # [refit sequences, calibration length]
@@ -122,59 +111,62 @@ class Inputs:
     context: int | None  # tokens that closed-form keys are merged for; None for other merges
 
 
-def evenly(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """At most `count` rows, evenly spread: texts, and chats behind them, keep their shares."""
-    count = min(count, len(tokens))
-    return tokens[torch.arange(count) * len(tokens) // count]
+def input_paths(args) -> list[str]:
+    """The directories of the calibration and of the groups."""
+    return [args.calibration or os.path.join(args.run, "calibration"),
+            args.groups or os.path.join(args.run, "groups")]
 
 
-def read_inputs(args, calibration_path: str, groups_path: str) -> Inputs:
+def read_inputs(args) -> Inputs:
     """Read and validate all inputs except Grams and weights, and print a line for each."""
+    calibration_path, groups_path = input_paths(args)
     calibration = Calibration(calibration_path)
-    grouping = read_record(groups_path, "03_group.py", calibration.model)
-    kv_heads = grouping["summary"]["kv_heads"]
-    fault = find_group_fault(grouping["groups"], calibration.model, kv_heads)
+    record = artifact.read_record(groups_path, "03_group.py", calibration.model)
+    grouping, groups = record["summary"], record["groups"]
+    fault = find_group_fault(groups, calibration.model, grouping["kv_heads"])
     if fault:
         raise UserError(f"{groups_path}/{RECORD}: {fault}; run 03_group.py again with --force")
-    if grouping["calibration"] != digest(calibration_path):
+    if record["calibration"] != digest(calibration_path):
         raise UserError(f"{groups_path}: expected groups of heads in {calibration_path}, found those of "
                         "another calibration; run 02_similarity.py and 03_group.py again with --force")
     home = os.path.dirname(os.path.normpath(calibration_path))  # has what the calibration generated
-    source = source_model(calibration.record, home)
-    path, by = source["path"], grouping["summary"]["by"]
-    config = load_config(path)
-    print(f"reads   {path}; {calibration_path}; {groups_path} ({kv_heads} groups by {by})")
-    first = empty_model(path, config, torch.float32).model.layers[0]
-    normed = norm_kind(first.self_attn) != "head" or "key.normed" in calibration.layer(0)
-    if args.merge == "closed-form" and not normed:
-        raise UserError(f"{calibration_path}: expected keys behind k_norm, found none; "
-                        "run 01_calibrate.py --force")
-    if args.merge == "closed-form" and by != "energy":
-        print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
-    calibrated = calibration.summary
-    length = unread_length(calibration.record, args.length, config.max_position_embeddings)
+    source, by, context = source_model(calibration.record, home), grouping["by"], None
+    path, config = source["path"], load_config(source["path"])
+    print(f"reads   {path}; {calibration_path}; {groups_path} ({grouping['kv_heads']} groups by {by})")
+    if args.merge == "closed-form":
+        context = key_context(args.key_context, config.max_position_embeddings)
+        print(f"keys    merged for contexts of up to {context} tokens")
+        if by != "energy":
+            print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
     data = DataContext(path, home, pick_device(args.device), layerwise=args.layerwise,
                        bos=begins_with_bos(calibration.record))
+    tokens = read_text(args, calibration, data, config.max_position_embeddings)
+    refit_tokens = read_refit_text(args, calibration) if args.refit else None
+    return Inputs(calibration, source, grouping, torch.tensor(groups), tokens, refit_tokens,
+                  weight_dtype(args.dtype, config), context)
+
+
+def read_text(args, calibration: Calibration, data: DataContext, positions: int) -> torch.Tensor:
+    """The text of the equivalence check, [sequences, length] token ids."""
+    length = unread_length(calibration.record, args.length, positions)
     if args.text:
         tokens, description = read_sequences(args.text, None, data, args.sequences, length, EVALUATION)
     else:
         tokens, description = read_unread(calibration.record, data, args.sequences, length)
     print(f"reads   {description}, for the equivalence check")
-    refit_tokens = None
-    if args.refit:
-        calibrated_tokens = calibration.tokens()
-        total = len(calibrated_tokens)
-        if total < 2:  # one fits and one is held out
-            raise UserError(f"{calibration_path}: expected two sequences or more for --refit, found {total}")
-        refit_tokens = evenly(calibrated_tokens, max(2, args.refit_sequences or total))
-        print(f"reads   {calibrated['text']}; {len(refit_tokens)} of {total} sequences, evenly spread; "
-              f"{refit_tokens.numel()} tokens, for the refit")
-    dtype = weight_dtype(args.dtype, config)
-    groups, context = torch.tensor(grouping["groups"]), None
-    if args.merge == "closed-form":
-        context = key_context(args.key_context, calibrated["positions"])
-        print(f"keys    merged for contexts of up to {context} tokens")
-    return Inputs(source, calibration, grouping, groups, tokens, refit_tokens, dtype, context)
+    return tokens
+
+
+def read_refit_text(args, calibration: Calibration) -> torch.Tensor:
+    """Sequences of the calibration, evenly spread: texts, and chats behind them, keep their shares."""
+    tokens = calibration.tokens()
+    total = len(tokens)
+    if total < 2:  # one fits and one is held out
+        raise UserError(f"{calibration.path}: expected two sequences or more for --refit, found {total}")
+    count = min(max(2, args.refit_sequences or total), total)
+    print(f"reads   {calibration.summary['text']}; {count} of {total} sequences, evenly spread; "
+          f"{count * tokens.shape[1]} tokens, for the refit")
+    return tokens[torch.arange(count) * total // count]
 
 
 def open_layers(path: str, args) -> Layers:
@@ -203,15 +195,9 @@ def align_groups(grams_of, groups: torch.Tensor, criterion: str) -> tuple[list, 
 def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: list) -> dict[str, list]:
     """Rotate and reorder the heads of the source `layers`, and write the checkpoint.
 
-    Returns the logits of the "source" and, unless the checkpoint is float32, of the "rotated" model and of
-    the "rounded" one, which is the rotated model rounded to the checkpoint's dtype; and the "cached" ones of
-    that which the checkpoint must equal.
+    Returns the logits of the "rotated" model and of the "rounded" one, which is the rotated model rounded to
+    the checkpoint's precision; and the "cached" ones of that which the checkpoint must equal.
     """
-    tokens, rounds = inputs.tokens, inputs.dtype != torch.float32
-    logits = {"source": layers.logits(tokens)}
-    if not rounds:
-        logits["cached"] = layers.logits(tokens[:1], cached=True)
-
     def rotate(index, layer):
         fuse_groups(layer.self_attn, inputs.groups[index], *rotations[index])
 
@@ -221,11 +207,10 @@ def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: lis
 
     writer = CheckpointWriter(directory, layers.config, inputs.dtype, layers.path)
     layers.edit(rotate)
-    if rounds:
-        logits["rotated"] = layers.logits(tokens)
-        layers.edit(round_weights)
-        logits["rounded"] = layers.logits(tokens)
-        logits["cached"] = layers.logits(tokens[:1], cached=True)
+    rotated = layers.logits(inputs.tokens)
+    layers.edit(round_weights)
+    logits = {"rotated": rotated, "rounded": layers.logits(inputs.tokens),
+              "cached": layers.logits(inputs.tokens[:1], cached=True)}
     with writer:
         for index, layer in enumerate(layers.decoder_layers()):
             writer.write(f"model.layers.{index}", layer)
@@ -233,17 +218,15 @@ def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: lis
     return logits
 
 
-def check_aligned(inputs: Inputs, logits: dict[str, list], loaded: Layers) -> dict[str, float]:
+def check_aligned(inputs: Inputs, source: list, logits: dict[str, list], loaded: Layers) -> dict[str, float]:
     """Equivalence check of aligned/ as loaded back: returns its metrics, raises UserError if it fails.
 
     Both sides are transformers' own forward pass, without a cache and from one.
     """
-    source, aligned = logits["source"], loaded.logits(inputs.tokens)
+    aligned = loaded.logits(inputs.tokens)
     allowed = max(LOGIT_TOLERANCE[0], LOGIT_TOLERANCE[1] * max(float(rows.abs().max()) for rows in source))
-    pairs = [(source, aligned)]
-    if "rotated" in logits:  # in two steps: rotation in float32, then rounding to the stored dtype
-        pairs = [(source, logits["rotated"]), (logits["rounded"], aligned)]
-    pairs.append((logits["cached"], loaded.logits(inputs.tokens[:1], cached=True)))
+    pairs = [(source, logits["rotated"]), (logits["rounded"], aligned),
+             (logits["cached"], loaded.logits(inputs.tokens[:1], cached=True))]
     difference = float(torch.tensor([max_difference(*pair) for pair in pairs]).max())  # propagates NaN
     if difference > allowed:  # large scores round more: by how much, the source itself shows
         exact = Layers(inputs.source["path"], torch.float64, loaded.device, layerwise=True)
@@ -255,7 +238,7 @@ def check_aligned(inputs: Inputs, logits: dict[str, list], loaded: Layers) -> di
     print(f"check   aligned/ loaded back as {inputs.dtype}: max |logit difference| {difference:.2e} (allowed "
           f"{allowed:.0e}), KL {metrics['kl']:.2e}, perplexity {metrics['perplexity_source']:.5f} -> "
           f"{metrics['perplexity_aligned']:.5f}; {inputs.tokens.numel()} tokens")
-    if "rotated" in logits and not metrics["kl"] <= STORED_KL:
+    if not metrics["kl"] <= STORED_KL:
         raise UserError(f"aligned/ as {inputs.dtype}: expected a KL of at most {STORED_KL} from the source, "
                         f"found {metrics['kl']:.2e}; nothing was written; pass --dtype float32")
     return metrics
@@ -266,31 +249,17 @@ def verified_part(parts: Parts, args, inputs: Inputs, rotations: list) -> tuple[
 
     It is written and checked, unless it is a finished part.
     """
-    source, logits = inputs.source["path"], {}
+    path = inputs.source["path"]
+    source = open_layers(path, args).logits(inputs.tokens)
 
     def checked(directory: str) -> dict:
-        logits.update(write_aligned(directory, open_layers(source, args), inputs, rotations))
-        return check_aligned(inputs, logits, open_layers(directory, args))
+        logits = write_aligned(directory, open_layers(path, args), inputs, rotations)
+        return check_aligned(inputs, source, logits, open_layers(directory, args))
 
     found = parts.find("aligned")
     if found:
         print(f"reads   {found[0]}, checked before this command was stopped")
-        logits["source"] = open_layers(source, args).logits(inputs.tokens)
-    return *(found or parts.add("aligned", checked)), logits["source"]
-
-
-def start_refit(args, layers: Layers, inputs: Inputs) -> Refit:
-    """A refit of what `layers` are merged to, before its first layer."""
-    batches = inputs.refit_tokens.split(1)
-    return Refit(
-        layers.model,
-        targets=layers.embed(batches, args.run),
-        inputs=layers.embed(batches, args.run),
-        unrefitted=layers.embed(inputs.tokens.split(1), args.run),
-        attention=args.refit == "attention",
-        context=inputs.context,
-        store=lambda batches: layers.store(batches, args.run),
-    )
+    return *(found or parts.add("aligned", checked)), source
 
 
 def refit_layer(refit: Refit, parts: Parts, name: str, layer, merged) -> dict:
@@ -310,10 +279,14 @@ def refit_layer(refit: Refit, parts: Parts, name: str, layer, merged) -> dict:
     return metrics
 
 
-def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args, parts: Parts) -> dict:
+def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args, parts: Parts) -> list | None:
     """Merge the groups of the aligned `layers` and write the result. Returns the metrics of the refit."""
-    source, config = inputs.source, merged_config(layers.config, inputs.grouping["summary"]["kv_heads"])
-    refit = start_refit(args, layers, inputs) if args.refit else None
+    source, config = inputs.source, merged_config(layers.config, inputs.grouping["kv_heads"])
+    refit = None
+    if args.refit:
+        targets, fitted = (layers.embed(inputs.refit_tokens.split(1), args.run) for _ in range(2))
+        refit = Refit(layers.model, targets, fitted, args.refit == "attention", inputs.context,
+                      store=lambda batches: layers.store(batches, args.run))
     with CheckpointWriter(directory, config, inputs.dtype, source["path"]) as writer:
         aligned_layers = Progress(layers.decoder_layers(), "merging", source["layers"], unit="layer")
         for index, (layer, merge) in enumerate(zip(aligned_layers, merges, strict=True)):
@@ -325,60 +298,55 @@ def write_merged(directory: str, layers: Layers, inputs: Inputs, merges, args, p
                                + steps)
             writer.write(f"model.layers.{index}", merged)
         writer.write_rest(layers)
-    if refit is None:
-        return {"refit_layers": None}
-    before = perplexity_of(layers.logits_of(refit.unrefitted), inputs.tokens)
-    print(f"refit   perplexity of merged/ before the refit {before:.3f}")
-    return {"refit_layers": refit.metrics, "perplexity_merged_before_refit": before}
+    return refit and refit.metrics
 
 
 @torch.no_grad()
 def main():
     args = parse()
-    aligned_path, merged_path = (os.path.join(args.run, name) for name in ("aligned", "merged"))
-    calibration_path = args.calibration or os.path.join(args.run, "calibration")
-    groups_path = args.groups or os.path.join(args.run, "groups")
-    digests = input_digests(args.run, [calibration_path, groups_path]) | digests_of([args.text], args.run)
-    partial_path = os.path.join(args.run, "align.partial")
+    aligned_path, merged_path, partial_path = (os.path.join(args.run, name)
+                                               for name in ("aligned", "merged", "align.partial"))
+    digests = artifact.input_digests(args.run, input_paths(args)) | digests_of([args.text], args.run)
     try:
         started = begin_stage("04_align.py", args, aligned_path, merged_path, inputs=digests)
     except Complete:
         shutil.rmtree(partial_path, ignore_errors=True)  # of a run that was killed at its very end
         raise
-    inputs = read_inputs(args, calibration_path, groups_path)
-    refuse_own_source(inputs.source, aligned_path, merged_path)
-    source, calibrated, tokens = inputs.source, inputs.calibration.summary, inputs.tokens
-    grams_of = partial(inputs.calibration.grams, pick_device(args.device))
-
+    inputs = read_inputs(args)
+    source, grams_of = inputs.source, partial(inputs.calibration.grams, pick_device(args.device))
+    artifact.refuse_own_source(source, aligned_path, merged_path)
     rotations, cosines = align_groups(grams_of, inputs.groups, args.rotate)
-    lost = []
-    merges = choose_merges(args.merge, grams_of, inputs.groups, rotations, inputs.context, lost)
+    merges = choose_merges(args.merge, grams_of, inputs.groups, rotations, inputs.context)
     with write_directory(merged_path) as merged, write_directory(aligned_path) as aligned:
         record = started.record(source, {})
         made_by = {name: record[name] for name in ("stage", "flags", "inputs", "packages", "commit")}
         parts = Parts(partial_path, made_by | {"device": pick_device(args.device)})
         verified, metrics, logits = verified_part(parts, args, inputs, rotations)
         # from aligned/ as stored, because stage 5 blends the two
-        metrics |= write_merged(merged, open_layers(verified, args), inputs, merges, args, parts)
-        predicted = open_layers(merged, args).logits(tokens)
-        metrics |= {"perplexity_merged": perplexity_of(predicted, tokens),
-                    "kl_merged": mean_kl(logits, predicted), "energy_lost": lost or None}
-        summary = {name: inputs.grouping["summary"].get(name) for name in ("kv_heads", "by", "criterion")}
-        summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")} | metrics
-        summary |= {"key_context": inputs.context, "calibration_tokens": calibrated["tokens"],
-                    "within_group_cosine": cosines, "peak_memory_gib": peak_memory()}
-        written = started.record(source, summary, groups=inputs.grouping["groups"])
+        refitted = write_merged(merged, open_layers(verified, args), inputs, merges, args, parts)
+        predicted = open_layers(merged, args).logits(inputs.tokens)
+        metrics |= {"perplexity_merged": perplexity_of(predicted, inputs.tokens),
+                    "kl_merged": mean_kl(logits, predicted)}
+        summary = {name: inputs.grouping.get(name) for name in ("kv_heads", "by", "criterion")} | metrics
+        summary |= {name: getattr(args, name) for name in ("rotate", "merge", "refit")}
+        summary |= {"refit_layers": refitted, "key_context": inputs.context, "within_group_cosine": cosines,
+                    "peak_memory_gib": peak_memory()}
+        written = started.record(source, summary, groups=inputs.groups.tolist())
         os.remove(os.path.join(verified, RECORD))  # the part's
         os.rename(verified, aligned)
         write_record(aligned, written)
         write_record(merged, written | {"inputs": written["inputs"] | {"RUN/aligned": digest(aligned)}})
     shutil.rmtree(partial_path, ignore_errors=True)
-    print(f"wrote   {aligned_path}\nwrote   {merged_path}")
-    print(f"04_align: perplexity source {metrics['perplexity_source']:.3f}, aligned "
-          f"{metrics['perplexity_aligned']:.3f}, merged to {summary['kv_heads']} kv heads ({args.merge}"
-          f"{', refitted' if args.refit else ''}) without training {metrics['perplexity_merged']:.3f} "
-          f"(KL {metrics['kl_merged']:.4f}) in {started.clock()} s, "
+    print(f"wrote   {aligned_path}\nwrote   {merged_path}\n{last_line(summary)} in {started.clock()} s, "
           f"peak host memory {summary['peak_memory_gib']} GiB")
+
+
+def last_line(summary: dict) -> str:
+    """What the stage has done, in short."""
+    how = f"{summary['merge']}, refitted" if summary["refit"] else summary["merge"]
+    return (f"04_align: perplexity source {summary['perplexity_source']:.3f}, aligned "
+            f"{summary['perplexity_aligned']:.3f}, merged to {summary['kv_heads']} kv heads ({how}) without "
+            f"training {summary['perplexity_merged']:.3f} (KL {summary['kl_merged']:.4f})")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def convert(model, token_ids: torch.Tensor, kv_heads: int, by: str = "energy", m
         for parameter in layer.parameters():
             parameter.data = parameter.to(dtype).float()  # as stored in aligned/
     context = context if MERGES[merge].whole_head else None
-    merges = choose_merges(merge, calibration.__getitem__, groups, rotations, context, [])
+    merges = choose_merges(merge, calibration.__getitem__, groups, rotations, context)
     refitting = None
     if refit:
         batches = [layers.embed(token_ids.split(1), None) for _ in range(2)]

@@ -52,7 +52,6 @@ SMALL_MODEL = {"name": "m", "path": "models/m", "fingerprint": SHA,
 GROUPS = [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
 REFIT = {"ridge": 0.1, "merged": 0.3, "output": 0.2, "attention": 0.1}
 COSINES = {"key_before": 0.1, "key_after": 0.2, "value_before": -0.1, "value_after": 0.2}
-LOST = {"keys": 0.4, "values": 0.2}
 STUDENT = {"kv_heads": 2, "masks": "l0", "merge": "mean"}
 TRAINED = {"steps": 3, "batch": 4, "lr": 0.1, "loss": 0.5, "tokens": 64}
 FIELDS = {  # stage -> the fields that its record has beside those of every record
@@ -76,11 +75,10 @@ FIELDS = {  # stage -> the fields that its record has beside those of every reco
         "groups": GROUPS,
         "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "rotate": "dist", "merge": "mean",
                     "refit": "attention", "key_context": 64, "refit_layers": [REFIT, REFIT],
-                    "calibration_tokens": 64,
                     "within_group_cosine": [COSINES, COSINES],
                     "max_logit_difference": 1e-6, "kl": 1e-9, "perplexity_source": 9.0,
                     "perplexity_aligned": 9.0, "perplexity_merged": 12.0,
-                    "kl_merged": 0.5, "energy_lost": [LOST, LOST]},
+                    "kl_merged": 0.5},
     },
     "05_prune_train.py": {
         "arguments": {"tasks": "hub", "only": ["piqa"], "seed": 0},

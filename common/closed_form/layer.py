@@ -48,25 +48,6 @@ def value_blocks(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor
     return gram, rotation @ grams.output[groups] @ rotation.mT
 
 
-def energy_lost(merge: Merge, grams: LayerGrams, groups: torch.Tensor, value_rotation: torch.Tensor,
-                key_rotation: torch.Tensor, context: int) -> dict[str, float]:
-    """What a merge loses of a layer's "keys" and "values", as shares of what there is.
-
-    Of keys it is the loss of common/closed_form/keys.py, of values sum_i |W_O,i (v_i - value_out_i v~)|^2.
-    What norms of single heads cost (before_norms) is not among it. Other arguments: as for closed_form_layer.
-    """
-
-    def lost(fit: KeyFit, encode: torch.Tensor, decode: torch.Tensor) -> float:
-        return float(ratio(fit.loss(encode, decode).sum(), (fit.query * fit.variance).sum()))
-
-    keys = lost(key_fit(grams, groups, to_matrix(key_rotation), context), merge.key_in, merge.key_out)
-    gram, output = value_blocks(grams, groups, value_rotation)
-    # RoPE leaves values as they are, and softmax their mean
-    still = RopeAverages(torch.zeros_like(grams.frequencies), log_uniform(context))
-    values = KeyFit(gram, torch.zeros_like(gram[:, :, 0, 0]), output, still)
-    return {"keys": keys, "values": lost(values, merge.value_in, merge.value_out)}
-
-
 def with_energies(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rotation: torch.Tensor,
                   queries: bool) -> Merge:
     """The merge with the energies that a norm over all heads needs; queries: whether W_Q changes.

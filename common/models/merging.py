@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from common.closed_form.layer import before_norms, closed_form_layer, energy_lost, merging_loss, with_energies
+from common.closed_form.layer import before_norms, closed_form_layer, merging_loss, with_energies
 from common.method.grouping import combine
 from common.method.merge import mean_merge
 from common.method.procrustes import layer_similarity
@@ -50,19 +50,17 @@ def similarity_by(tensors: dict, path: str, model: dict, by: str, criterion: str
     return combine(key, value)  # for both; for none it only gives the scores
 
 
-def choose_merges(kind: str, grams_of, groups: torch.Tensor, rotations: list, context: int | None,
-                  lost: list):
-    """Yield each layer's Merge of a kind of MERGES; if there is a context, append its energy_lost to `lost`.
+def choose_merges(kind: str, grams_of, groups: torch.Tensor, rotations: list, context: int | None):
+    """Yield each layer's Merge of a kind of MERGES.
 
     grams_of: a layer's index -> its LayerGrams. groups: [layers, G, D]. rotations: Q and u of each layer.
+    context: tokens, for closed-form.
     """
     whole_head = MERGES[kind].whole_head
     merge_of = {"mean": mean_merge, "closed-form": partial(closed_form_layer, context=context)}[kind]
     for index, (layer_groups, rotation) in enumerate(zip(groups, rotations, strict=True)):
         grams = grams_of(index)
         merge = merge_of(grams, layer_groups, *rotation)
-        if context:
-            lost.append(energy_lost(merge, grams, layer_groups, *rotation, context))
         if grams.joint_norm:
             merge = with_energies(merge, grams, layer_groups, rotation[1], whole_head)
         elif grams.head_norms and whole_head:

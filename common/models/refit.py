@@ -84,18 +84,18 @@ class Moments:
 class Refit:
     """Runs text through an original and a merged model side by side, refitting one layer after another.
 
-    model: either, whose masks and positions those of both are. targets, inputs, unrefitted: lists of batches
-    [n, T, hidden] before the first layer, replaced in place: for the original model, the refitted one, and
-    the merged one without a refit. attention: do the attention refit, too. context: tokens that keys are
-    merged for; None: no gaps between positions. store: makes a list of batches. metrics: per layer the ridge
+    model: either, whose masks and positions those of both are. targets, inputs: lists of batches
+    [n, T, hidden] before the first layer, replaced in place: for the original model and the refitted one.
+    attention: do the attention refit, too. context: tokens that keys are merged for; None: no gaps between
+    positions. store: makes a list of batches. metrics: per layer the ridge
     strength of the output refit (None: W_O kept) and the held-out error, "merged", after the "output" and,
     where asked for, the "attention" refit.
     """
 
-    def __init__(self, model, targets, inputs, unrefitted=(), attention: bool = False,
-                 context: int | None = None, store=list):
+    def __init__(self, model, targets, inputs, attention: bool = False, context: int | None = None,
+                 store=list):
         self.model, self.attention, self.store = model, attention, store
-        self.targets, self.inputs, self.unrefitted = targets, inputs, unrefitted
+        self.targets, self.inputs = targets, inputs
         self.metrics: list[dict] = []
         every = min(HELD_OUT_EVERY, len(targets))
         self.held_out = range(every - 1, len(targets), every)
@@ -110,30 +110,28 @@ class Refit:
 
         original: the decoder layer to approximate, with any number of kv heads.
         """
-        self._advance(merged, self.unrefitted, [None] * len(self.unrefitted))
         outputs = self.store(self._outputs(original))
         ridge, before, after = self._fit(merged, outputs)
         metrics = {"ridge": ridge, "merged": before, "output": after}
         if self.attention:
             self._train(merged, outputs, after)
             metrics["attention"] = self._fit(merged, outputs)[2]
-        self._advance(merged, self.inputs, self.positions)
+        self._advance(merged, self.inputs)
         self.metrics.append(metrics)
         return metrics
 
     @torch.no_grad()
     def pass_by(self, original, merged, parameters: dict[str, torch.Tensor], metrics: dict) -> None:
         """As layer(), where these parameters and metrics are what it has led to before."""
-        self._advance(merged, self.unrefitted, [None] * len(self.unrefitted))
-        self._advance(original, self.targets, self.positions)
+        self._advance(original, self.targets)
         for name, parameter in merged_parameters(merged.self_attn).items():
             parameter.copy_(parameters[name])
-        self._advance(merged, self.inputs, self.positions)
+        self._advance(merged, self.inputs)
         self.metrics.append(metrics)
 
-    def _advance(self, layer, batches, positions) -> None:
-        for number in range(len(batches)):
-            batches[number] = run_layer(self.model, layer, batches[number], positions[number])
+    def _advance(self, layer, batches) -> None:
+        for number, positions in enumerate(self.positions):
+            batches[number] = run_layer(self.model, layer, batches[number], positions)
 
     def _outputs(self, original):
         """Yield the target of the attention output for each batch, and advance the original's text."""

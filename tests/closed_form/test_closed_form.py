@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.closed_form.keys import alternate, key_weights, log_uniform, merge_keys, start_by_pairs
+from common.closed_form.keys import alternate, key_weights, merge_keys, start_by_pairs
 from common.closed_form.layer import (
     RIDGE,
     before_norms,
     closed_form_layer,
-    energy_lost,
     key_fit,
     merging_loss,
     with_energies,
@@ -23,7 +22,7 @@ from common.method.stats import LayerGrams, LayerStats, group_blocks
 from common.models.calibration import Collector
 from common.models.families import geometry
 from models import tiny_model
-from reference import merge_model, normal, plain_merge, rope_rotations
+from reference import merge_model, normal, plain_merge
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
 TOKENS = torch.randint(0, 256, (6, 40), generator=torch.Generator().manual_seed(0))
@@ -277,13 +276,13 @@ def test_a_layer_whose_pairs_rope_scales_loses_and_merges_as_scaled_queries_and_
     values, keys, queries = (normal(50, 6, 8, seed=seed) + seed for seed in range(3))
     outputs, groups = normal(6, 20, 8, seed=6), torch.tensor([[4, 1, 3], [5, 0, 2]])
     scale = torch.tensor([1.0, 0.7, 1.6, 0.4]).double()
-    both, eye = scale.repeat(2), torch.eye(8).double().expand(2, 3, 8, 8)
+    both = scale.repeat(2)
     unscaled, expected = (grams_of(values, factor * keys, factor * queries, outputs) for factor in (1, both))
     grams = LayerGrams(unscaled.tensors | {"rope.scale": scale}, 6)
     torch.testing.assert_close(merging_loss(grams, 64), merging_loss(expected, 64), rtol=1e-4, atol=1e-6)
 
     def lost(grams, merge):
-        return energy_lost(merge, grams, groups, eye, torch.ones(2, 3, 4, dtype=torch.complex128), 64)["keys"]
+        return float(key_fit(grams, groups, None, 64).loss(merge.key_in, merge.key_out).sum())
 
     merges = [unrotated_merge(each, groups) for each in (grams, expected, unscaled)]
     losses = [lost(grams, merges[0]), lost(expected, merges[1])]
@@ -336,29 +335,3 @@ def test_shared_keys_before_norms_of_single_heads_are_regressions_of_those_behin
     torch.testing.assert_close(found.query_energy, mapped.square().mean(0), **close)
     fit = key_fit(grams, groups, None, 64)  # what all keys share counts
     assert not fit.mean.any()
-
-
-def test_the_energy_lost_is_the_relative_squared_error_of_what_outputs_read_and_of_scores():
-    """Of any merge, here a random one of rotated heads, written out over tokens, queries and distances."""
-    values, keys, queries = (normal(50, 6, 8, seed=seed) + seed for seed in range(3))
-    outputs, groups = normal(6, 20, 8, seed=6), torch.tensor([[4, 1, 3], [5, 0, 2]])
-    rotation = torch.linalg.qr(normal(2, 3, 8, 8, seed=7)).Q
-    key_rotation = torch.polar(torch.ones(2, 3, 4).double(), 3 * normal(2, 3, 4, seed=8))
-    merge, turns = Merge(*normal(4, 2, 3, 8, 8, seed=9) / 5), rope_rotations(FREQUENCIES, log_uniform(64))
-    grams = grams_of(values, keys, queries, outputs)
-    lost = energy_lost(merge, grams, groups, rotation, key_rotation, 64)
-
-    value = torch.einsum("giab,ngib->ngia", rotation, values[:, groups])
-    shared = torch.einsum("giab,ngib->nga", merge.value_in, value)
-    rest = value - torch.einsum("giab,ngb->ngia", merge.value_out, shared)
-    read = [torch.einsum("gioa,ngia->ngio", outputs[groups] @ rotation.mT, part) for part in (rest, value)]
-    assert lost["values"] == pytest.approx(float(read[0].square().sum() / read[1].square().sum()), rel=1e-4)
-
-    query, key = (torch.einsum("giab,ngib->ngia", to_matrix(key_rotation), heads[:, groups])
-                  for heads in (queries, keys))
-    shared = torch.einsum("tab,ngb->tnga", turns, torch.einsum("giab,ngib->nga", merge.key_in, key))
-    key = torch.einsum("tab,ngib->tngia", turns, key)
-    rest = key - torch.einsum("giab,tngb->tngia", merge.key_out, shared)
-    scores = [torch.einsum("qgia,tngia->giqtn", query, part).flatten(3) for part in (rest, key)]
-    error, whole = (part.var(-1, correction=0).mean(2).sum() for part in scores)
-    assert lost["keys"] == pytest.approx(float(error / whole), rel=1e-4)

@@ -186,7 +186,7 @@ DAMAGES = {  # name -> kind of checkpoint, what is done to it, what the message 
     "infinity": ("whole", lambda path: replace_up(path, ONE_INFINITY), f"NaN or Inf in {UP}"),
     "code": ("bin", write_code, PICKLE),
     "a shard is cut": ("shards", lambda path: cut(sorted(path.glob("*.safetensors"))[1], 0.9), "model"),
-    "a shard is missing": ("shards", name_missing_shard, "expected the weights missing.safetensors, found none"),
+    "a shard is missing": ("shards", name_missing_shard, "the weights missing.safetensors, found none"),
     "no weights": ("whole", lambda path: os.remove(path / WEIGHTS), f"expected weights (one of {WEIGHTS}"),
     "a head tied by config only": ("whole", lambda path: edit_config(path, tie_word_embeddings=True),
                                    "expected lm_head.weight equal to model.embed_tokens.weight"),

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from common.closed_form.layer import closed_form_layer, energy_lost
+from common.closed_form.layer import closed_form_layer
 from common.method.procrustes import align_keys, align_layer, align_values, within_group_cosine
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, key_gram, to_unit
@@ -118,8 +118,7 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
     path.write_text(json.dumps(record))
     run("04_align.py", "--run", home, "--force", "--rotate", criterion, *flags)
     groups = torch.tensor(record["groups"])
-    source, merges, lost = AutoModelForCausalLM.from_pretrained(record["model"]["path"]), [], []
-    cosines = []
+    source, merges, cosines = AutoModelForCausalLM.from_pretrained(record["model"]["path"]), [], []
     attach_pairs(source)
     for index, layer in enumerate(source.model.layers):
         grams = LayerGrams(calibrated_layer(home / "calibration", index), 8)
@@ -130,15 +129,14 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
         cosines.append({name: round(number, 6) for name, number in found.items()})
         if context:
             merges.append(closed_form_layer(grams, groups[index], *rotation, context))
-            lost.append(energy_lost(merges[-1], grams, groups[index], *rotation, context))
     aligned = weights(home / "aligned")
     for name, tensor in source.state_dict().items():
         torch.testing.assert_close(aligned[name], tensor, rtol=1e-6, atol=1e-6)
     merged = weights(home / "merged")
     summary = read_record(str(home / "merged"), "04_align.py")["summary"]
-    expected = {"key_context": context, "energy_lost": lost or None, "within_group_cosine": cosines,
-                "rotate": criterion, "merge": flags[1], "refit": None, "calibration_tokens": 8 * 64,
-                "kv_heads": 2, "by": "key", "criterion": criterion}
+    expected = {"key_context": context, "within_group_cosine": cosines, "rotate": criterion,
+                "merge": flags[1], "refit": None, "refit_layers": None, "kv_heads": 2, "by": "key",
+                "criterion": criterion}
     assert {name: summary[name] for name in expected} == expected
     assert merged.keys() == aligned.keys()
     for index in range(3):
@@ -175,7 +173,7 @@ def test_refit_brings_merged_nearer(aligned_run, tmp_path):
     summary, before = (json.loads((path / "merged" / "stage.json").read_text())["summary"]
                        for path in (home, aligned_run))
     assert summary["refit"] == "output"  # --refit without a value
-    assert summary["perplexity_merged_before_refit"] == before["perplexity_merged"]
+    assert summary["kl_merged"] < before["kl_merged"]
     assert len(summary["refit_layers"]) == 3
     assert all(row["output"] < row["merged"] and "attention" not in row for row in summary["refit_layers"])
     refitted, plain = weights(home / "merged"), weights(aligned_run / "merged")
@@ -190,15 +188,9 @@ def test_the_refit_reads_what_the_calibration_did_or_an_even_part_of_it(
     aligned_run, monkeypatch, asked, expected
 ):
     """At least two sequences; of texts and chats, which come one after the other, the same share."""
-    closed_form = ["--merge", "closed-form", "--key-context", "100", "--refit"]
-    monkeypatch.setattr(sys, "argv", ["04_align", "--run", str(aligned_run), *closed_form, *asked])
-    monkeypatch.setattr(stage4, "Refit", lambda model, **given: given)
-    args, tokens = stage4.parse(), Calibration(str(aligned_run / "calibration")).tokens()
-    inputs = stage4.read_inputs(args, f"{aligned_run}/calibration", f"{aligned_run}/groups")
-    read = SimpleNamespace(model=None, embed=lambda batches, directory: torch.cat(batches))
-    given = stage4.start_refit(args, read, inputs)
-    assert torch.equal(given["targets"], tokens[expected]) and torch.equal(given["inputs"], tokens[expected])
-    assert torch.equal(given["unrefitted"], inputs.tokens) and given["context"] == 100
+    monkeypatch.setattr(sys, "argv", ["04_align", "--run", str(aligned_run), "--refit", *asked])
+    tokens = Calibration(str(aligned_run / "calibration")).tokens()
+    assert torch.equal(stage4.read_inputs(stage4.parse()).refit_tokens, tokens[expected])
 
 
 @pytest.mark.parametrize(("source", "fault"), [
@@ -252,7 +244,7 @@ def test_the_check_allows_rounding(monkeypatch, off, off_cached, rounding, refus
     inputs = SimpleNamespace(tokens=tokens, dtype="float32", source={"path": ""})
     allowed = pytest.raises(UserError, match="is not the source model") if refused else nullcontext()
     with allowed:
-        stage4.check_aligned(inputs, {"source": source, "cached": source}, loaded)
+        stage4.check_aligned(inputs, source, dict.fromkeys(("rotated", "rounded", "cached"), source), loaded)
 
 
 @pytest.fixture(scope="module")
