@@ -73,31 +73,29 @@ def parse():
     parser.add_argument("--cache-basis", choices=LAYOUTS,
                         help="change to a basis for quantized caches that have " +
                              ", ".join(f"{name}: {what}" for name, what in LAYOUTS.items()))
-    parser.add_argument("--calibration", metavar="DIR",
-                        help="text for --cache-basis (default: RUN/calibration)")
-    args = parser.parse_args()
-    if args.calibration and not args.cache_basis:
-        raise UserError("--calibration: expected --cache-basis with it, found none")
-    return args
+    return parser.parse_args()
 
 
-def read_records(training: str, aligned: str, merged: str) -> tuple[dict, dict]:
-    """The records of train/ and aligned/.
+def read_records(directories: list[str], merged: str) -> tuple[dict | None, dict]:
+    """The records of train/ (None for an untrained export) and of stage 4, from the `directories` read.
 
-    Raises UserError unless both are intact and the student was trained from this aligned/ and merged/.
+    Raises UserError unless they are intact and the student was trained from this aligned/ and merged/.
     """
-    trained = read_record(training, "05_prune_train.py")
+    *training, aligned = directories
     alignment = read_record(aligned, "04_align.py")
-    if "kv_heads" not in trained["summary"]:
-        raise UserError(f"{training}: expected a trained student, found a teacher")
-    check_same_model(training, alignment["model"], trained["model"])
-    check_input(trained, aligned)
-    if os.path.isdir(merged):
-        check_input(read_record(merged, "04_align.py"), aligned)
-        check_input(trained, merged)
-    verify_files(training, trained)
     verify_files(aligned, alignment)
-    return trained, alignment
+    for path in training:
+        trained = read_record(path, "05_prune_train.py")
+        if "kv_heads" not in trained["summary"]:
+            raise UserError(f"{path}: expected a trained student, found a teacher")
+        check_same_model(path, alignment["model"], trained["model"])
+        check_input(trained, aligned)
+        if os.path.isdir(merged):
+            check_input(read_record(merged, "04_align.py"), aligned)
+            check_input(trained, merged)
+        verify_files(path, trained)
+        return trained, alignment
+    return None, alignment
 
 
 def chosen_weights(training: str, trained: dict) -> checkpoints.TrainedWeights:
@@ -157,6 +155,16 @@ def write_layers(writer: CheckpointWriter, layers: Layers, tokens: torch.Tensor,
     return list(layers.logits_of(hidden)), errors
 
 
+def usable_layout(asked: str | None, config) -> str | None:
+    """The layout of --cache-basis; None, and a note if one is asked for, for a model without such a basis."""
+    usable = has_blocks(config) and proof.has_plain_pairs(config)
+    if asked and not usable:
+        reason = ("RoPE's pairs are other channels than a Llama's" if has_blocks(config)
+                  else f"heads have no blocks of {BLOCK} channels")
+        print(f"note    --cache-basis: {reason}; the basis stays")
+    return asked if usable else None
+
+
 def basis_text(directory: str, alignment: dict) -> torch.Tensor:
     """The first tokens of a calibration, [n, T], which must be of the source model."""
     calibration, (sequences, length) = Calibration(directory), BASIS_TEXT
@@ -164,78 +172,66 @@ def basis_text(directory: str, alignment: dict) -> torch.Tensor:
     return calibration.tokens()[:sequences, :length]
 
 
+def check_export(directory: str, expected: list[torch.Tensor], tokens: torch.Tensor, dtype: torch.dtype,
+                 layout: str | None) -> float:
+    """The largest difference of an export's logits for tokens [n, T] from the expected ones, also printed.
+
+    Raises UserError if it is more than rounding in float32, and for logits in float16 that are not finite.
+    """
+    loaded = Layers(directory, torch.float64 if layout else torch.float32, "cpu", layerwise=True)
+    difference = max_difference(expected, loaded.logits(tokens))
+    if dtype == torch.float16:  # it overflows beyond 65504, where weights fit and hidden states do not
+        half = Layers(directory, dtype, "cpu", layerwise=True)
+        require_finite((float(rows.abs().max()) for rows in half.logits(tokens)), "the export", half.model)
+    if dtype == torch.float32:
+        relative = ROUNDED if layout else LOGIT_TOLERANCE
+        allowed = relative * max(1.0, *(float(logits.abs().max()) for logits in expected))
+        require_close("the export, loaded back, differs from the student", difference, allowed)
+    print(f"check   the student against export, loaded back as {dtype}: max |logit difference| "
+          f"{difference:.2e}")
+    return difference
+
+
 @torch.no_grad()
 def main():
     args = parse()
     names = (flags.named("train", args.name), "aligned", "merged", flags.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
-    calibration = args.calibration or os.path.join(args.run, "calibration")
+    calibration = os.path.join(args.run, "calibration")
     directories = [merged] if args.untrained else [training, aligned]
     inputs = input_digests(args.run, directories + [calibration] * bool(args.cache_basis))
     started = begin_stage("06_export.py", args, output, inputs=inputs)
-    if args.untrained:
-        trained, alignment = None, read_record(merged, "04_align.py")
-        verify_files(merged, alignment)
-    else:
-        trained, alignment = read_records(training, aligned, merged)
-        weights = chosen_weights(training, trained)
-    stored = load_config(aligned if trained else merged)  # with the dtype of its weights
-    layout = args.cache_basis if has_blocks(stored) and proof.has_plain_pairs(stored) else None
-    # in another basis float32 rounds other products: in float64 only the weights' rounding is seen
-    computed = torch.float64 if layout else torch.float32
-    if trained:
-        config = merged_config(stored, alignment["summary"]["kv_heads"])
-        layers = Layers(weights.path, computed, "cpu", layerwise=True, config=config, weights=weights)
-    else:
-        layers = Layers(merged, computed, "cpu", layerwise=True)
+    trained, alignment = read_records(directories, merged)
     refuse_own_source(alignment["model"], output)
-    kv_heads, config = alignment["summary"]["kv_heads"], layers.config
-    parameters = sum(parameter.numel() for parameter in layers.model.parameters())
-    dtype = weight_dtype(args.dtype, stored)
+    source, kv_heads = directories[-1], alignment["summary"]["kv_heads"]
+    config = merged_config(load_config(source), kv_heads)  # with the dtype of its weights
+    layout, dtype = usable_layout(args.cache_basis, config), weight_dtype(args.dtype, config)
+    weights = chosen_weights(training, trained) if trained else None
+    # in another basis float32 rounds other products: in float64 only the weights' rounding is seen
+    layers = Layers(weights.path if trained else merged, torch.float64 if layout else torch.float32, "cpu",
+                    layerwise=True, config=config, weights=weights)
     tokens = torch.randint(config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
-    text = basis_text(calibration, alignment) if layout else None
-    if args.cache_basis and not layout:
-        plain = f"heads have no blocks of {BLOCK} channels"
-        reason = "RoPE's pairs are other channels than a Llama's" if has_blocks(stored) else plain
-        print(f"note    --cache-basis: {reason}; the basis stays")
-
     with write_directory(output) as aside:
-        with CheckpointWriter(aside, config, dtype, aligned) as writer:
+        with CheckpointWriter(aside, config, dtype, source) as writer:
+            text = basis_text(calibration, alignment) if layout else None
             expected, errors = write_layers(writer, layers, tokens, layout, text)
-        loaded = Layers(aside, computed, "cpu", layerwise=True)
-        difference = max_difference(expected, loaded.logits(tokens))
-        if dtype == torch.float16:  # it overflows beyond 65504, where weights fit and hidden states do not
-            half = Layers(aside, dtype, "cpu", layerwise=True)
-            require_finite((float(rows.abs().max()) for rows in half.logits(tokens)), output, half.model)
-        if dtype == torch.float32:
-            relative = ROUNDED if layout else LOGIT_TOLERANCE
-            allowed = relative * max(1.0, *(float(logits.abs().max()) for logits in expected))
-            require_close("the export, loaded back, differs from the student", difference, allowed)
-        summary = {
-            "kv_heads": kv_heads,
-            "dtype": str(dtype),
-            "max_logit_difference": difference,
-            "class": type(loaded.model).__name__,
-            "peak_memory_gib": peak_memory(),
-        }
+        difference = check_export(aside, expected, tokens, dtype, layout)
+        summary = {"dtype": str(dtype), "max_logit_difference": difference,
+                   "class": type(layers.model).__name__, "peak_memory_gib": peak_memory()}
         if layout:
             summary["cache_basis"] = {"layout": layout} | errors
+            keys, values = map(mean, errors.values())
+            print(f"basis   a q4_0 cache, {layout}: error of scores x {keys:.3f}, of values x {values:.3f}")
         if trained:
             step = checkpoints.step_of(weights.path)
-            summary |= {"step": step} | heldout_at(training, step)
-            summary[OPEN_MASKS] = trained["summary"].get(OPEN_MASKS)
+            summary |= {"step": step, OPEN_MASKS: trained["summary"].get(OPEN_MASKS)}
+            summary |= heldout_at(training, step)
         export = started.record(alignment["model"], summary)
-        chat = bool(load_tokenizer(aside).chat_template)
-        model_card.write(aside, alignment, trained, export, chat)
+        model_card.write(aside, alignment, trained, export, bool(load_tokenizer(aside).chat_template))
         write_record(aside, without_paths(export))
-    print(f"check   {'student' if trained else 'merged/'} against export, loaded back as {dtype}: max |logit "
-          f"difference| {difference:.2e}")
-    if layout:
-        keys, values = (mean(ratios) for ratios in errors.values())
-        print(f"basis   a q4_0 cache, {layout}: error of scores x {keys:.3f}, of values x {values:.3f}")
-    print(f"wrote   {output}")
-    print(f"06_export: {summary['class']}, {config.num_attention_heads} heads, {kv_heads} kv heads, "
-          f"{parameters} parameters in {started.clock()} s, peak host memory "
+    parameters = sum(parameter.numel() for parameter in layers.model.parameters())
+    print(f"wrote   {output}\n06_export: {summary['class']}, {config.num_attention_heads} heads, {kv_heads} "
+          f"kv heads, {parameters} parameters in {started.clock()} s, peak host memory "
           f"{summary['peak_memory_gib']} GiB")
 
 

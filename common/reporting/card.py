@@ -48,7 +48,7 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
         tags=["gqa", "kv-cache"] + [f"arxiv:{ARXIV}"] * bool(borrowed),
     )
     facts = {"done": ", ".join(steps), "borrowed": borrowed, "paper": PAPER}
-    facts |= _model(alignment["model"], export["summary"]) | _recipe(alignment, training, export)
+    facts |= _model(alignment, export["summary"]) | _recipe(alignment, training, export)
     facts["chat"], of_tasks = chat, facts.get("tasks")
     # whether prompts are tokenized as they are, or with what the tokenizer adds to a text
     facts["bare"] = not training["arguments"].get("bos") if of_tasks else chat
@@ -140,11 +140,12 @@ def _source_card(path: str) -> dict:
             if all(isinstance(each, str) for each in (value if isinstance(value, list) else [value]))}
 
 
-def _model(source: dict, exported: dict) -> dict[str, str]:
-    """Template fields that describe the checkpoint. source: the source model's description in a record."""
+def _model(alignment: dict, exported: dict) -> dict[str, str]:
+    """Template fields that describe the checkpoint. alignment: the record of stage 4."""
+    source = alignment["model"]
     value_bytes = 4 if exported["dtype"] == "torch.float32" else 2
     bytes_per_head = 2 * source["layers"] * source["head_dim"] * value_bytes  # a key and a value per token
-    kv_heads, source_kv_heads = exported["kv_heads"], source["kv_heads"]
+    kv_heads, source_kv_heads = alignment["summary"]["kv_heads"], source["kv_heads"]
     return {
         "title": markdown_text(QUANTIZED.sub("", os.path.basename(source["name"].rstrip("/")))),
         "architecture": exported["class"],

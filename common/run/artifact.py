@@ -57,7 +57,7 @@ FIELDS_OF = {
     "04_align.py": ("groups", ".kv_heads", ".by", ".rotate", ".merge", ".refit", ".key_context",
                     ".perplexity_source", ".perplexity_merged"),
     "05_prune_train.py": (".steps", ".batch", ".lr", ".loss", ".tokens"),
-    "06_export.py": (".kv_heads", ".dtype", ".class"),
+    "06_export.py": (".dtype", ".class"),
     "07_eval.py": ("device", "results"),
 }
 

@@ -12,15 +12,16 @@ MODEL = {"name": "meta-llama/Toy", "path": "models/toy", "fingerprint": "ab" * 3
          "kv_heads": 4, "head_dim": 16, "hidden": 128}
 ALIGNMENT = {
     "model": MODEL,
-    "summary": {"by": "value", "criterion": "dist", "rotate": "dist", "merge": "mean", "refit": None,
-                "key_context": None, "perplexity_source": 7.12345, "perplexity_merged": 9.98765},
+    "summary": {"kv_heads": 2, "by": "value", "criterion": "dist", "rotate": "dist", "merge": "mean",
+                "refit": None, "key_context": None,
+                "perplexity_source": 7.12345, "perplexity_merged": 9.98765},
     "groups": [[[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0, 3], [1, 2]]],
 }
 TRAINING = {"summary": {"steps": 320, "batch": 16, "tokens": 322330, "lr": 2e-05, "masks": "l0",
                         "loss": 0.117143},
             "arguments": {"seed": 41, "tasks": "hub", "only": ["boolq", "piqa"], "text": ["c4"],
                           "chat": [], "teacher": None}}
-EXPORT = {"summary": {"kv_heads": 2, "dtype": "torch.float32", "class": "LlamaForCausalLM"},
+EXPORT = {"summary": {"dtype": "torch.float32", "class": "LlamaForCausalLM"},
           "packages": {"torch": "9.8.7", "numpy": "1.2.3"}, "commit": "cd" * 20}
 OPENING, CLOSING = "<!-- scores -->", "<!-- /scores -->"
 NASTY = ["a\nb\n---\n# c", f"x{CLOSING}y{OPENING}", "<script>alert(1)</script>"]

@@ -86,7 +86,7 @@ def test_the_commit_is_that_of_this_source_and_says_if_it_was_edited(tmp_path, m
 
 
 @pytest.mark.parametrize(("stage", "place"), [
-    (GROUP, "groups"), (GROUP, "flags"), (EXPORT, "summary.kv_heads"), ("01_calibrate.py", "read"),
+    (GROUP, "groups"), (GROUP, "flags"), (EXPORT, "summary.class"), ("01_calibrate.py", "read"),
 ])
 def test_a_missing_field_is_named(tmp_path, stage, place):
     record, *names = valid_record(stage), *place.split(".")
