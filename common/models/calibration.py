@@ -12,7 +12,6 @@ from common.models import families
 from common.models.families import free_pairs
 from common.models.forward import run_layer
 from common.models.layers import Layers
-from common.models.weights import check_finite
 from common.run.artifact import read_record, read_tensors, verify_files
 from common.run.errors import UserError
 from common.run.progress import Progress
@@ -123,14 +122,7 @@ class Calibration:
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """A layer's tensors, by name ("value.raw", "key.raw", "sample.key", ...)."""
-        tensors, name = read_tensors(self.path, layer_file(index), self.record), layer_file(index)
-        check_finite(tensors.items(), os.path.join(self.path, name))
-        kv_heads, size = self.model["kv_heads"], self.model["head_dim"]
-        expected, found = [kv_heads * (kv_heads + 1) // 2, size, size], list(tensors["key.raw"].shape)
-        if found != expected:
-            raise UserError(f"{self.path}: expected key.raw of shape {expected} for the model in its record, "
-                            f"found {found}")
-        return tensors
+        return read_tensors(self.path, layer_file(index), self.record)
 
     def grams(self, device: str, index: int) -> LayerGrams:
         """A layer's Grams, on a device."""

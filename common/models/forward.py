@@ -23,11 +23,7 @@ ALL = -1  # in place of a window
 
 
 class Reached(Exception):
-    """Ends a forward pass as soon as it has come to what is asked for: `found`."""
-
-    def __init__(self, *found):
-        super().__init__("a forward pass was ended")
-        self.found = found
+    """Ends a forward pass as soon as it has come to what is asked for: its args."""
 
 
 @contextlib.contextmanager
@@ -55,24 +51,25 @@ def attending(model, name: str):
         model.config._attn_implementation = before
 
 
-def reach(*found, **named):
-    """A forward method that raises Reached with what it is called with."""
-    raise Reached(found, named)
+def call_of(module, function, *args, **named) -> tuple[tuple, dict]:
+    """What function(*args, **named) calls a module with first, args and kwargs; it ends there."""
+    def reach(*args, **named):
+        raise Reached(args, named)
+
+    with replaced({module: reach}):
+        try:
+            function(*args, **named)
+        except Reached as reached:
+            return reached.args
 
 
-def skip(hidden, *args, **named):
-    """A decoder layer's forward method that leaves hidden states as they are."""
-    return hidden
-
-
-def layer_arguments(model, layers, hidden: torch.Tensor, positions: torch.Tensor | None = None,
-                    **options) -> list[tuple]:
-    """What the model calls these decoder layers of its own with, by index in ascending order, beside hidden
-    states [n, T, hidden]: (args, kwargs) of each.
+def layer_arguments(model, hidden: torch.Tensor, positions: torch.Tensor | None = None,
+                    **options) -> list[tuple[tuple, dict]]:
+    """What the model calls each of its decoder layers with beside hidden states [n, T, hidden]: args, kwargs.
 
     positions: [T], ascending, by default from 0; all are causal, gaps included. options: of the forward pass.
     """
-    arguments, own = [], model.model.layers
+    arguments, layers = [], model.model.layers
     if positions is not None:  # without a mask transformers takes a gap for the next of several texts
         positions = positions.to(hidden.device)[None]
         mask = torch.ones_like(positions).expand(len(hidden), -1)
@@ -84,8 +81,7 @@ def layer_arguments(model, layers, hidden: torch.Tensor, positions: torch.Tensor
             raise Reached
         return hidden if hidden_states is None else hidden_states
 
-    functions = dict.fromkeys(own[: layers[-1]], skip) | {own[index]: keep for index in layers}
-    with replaced(functions), contextlib.suppress(Reached):
+    with replaced(dict.fromkeys(layers, keep)), contextlib.suppress(Reached):
         # of the hidden states only the shape, dtype and device matter
         model.model(inputs_embeds=hidden[:, :, :1].detach(), use_cache=False, **options)
     return arguments
@@ -93,47 +89,46 @@ def layer_arguments(model, layers, hidden: torch.Tensor, positions: torch.Tensor
 
 def run_layer(model, layer, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
     """Output [n, T, hidden] of a decoder layer, of this model or like its own. positions: as above."""
-    (args, named), = layer_arguments(model, [layer.self_attn.layer_idx], hidden, positions)
+    args, named = layer_arguments(model, hidden, positions)[layer.self_attn.layer_idx]
     return layer(hidden, *args, **named)
 
 
 def run_attention(model, layer, hidden: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
     """The output of a decoder layer's self_attn in its place. Arguments: as for run_layer."""
-    (args, named), = layer_arguments(model, [layer.self_attn.layer_idx], hidden, positions)
+    args, named = layer_arguments(model, hidden, positions)[layer.self_attn.layer_idx]
     args, named = attention_arguments(layer, hidden, args, named)
     return layer.self_attn(*args, **named)[0]
 
 
-def attention_arguments(layer, hidden: torch.Tensor, args: tuple, named: dict) -> tuple:
+def attention_arguments(layer, hidden: torch.Tensor, args: tuple, named: dict) -> tuple[tuple, dict]:
     """What a decoder layer that is called with these calls its self_attn with: args, kwargs."""
-    with replaced({layer.self_attn: reach}):
-        try:
-            type(layer).forward(layer, hidden, *args, **named)  # its own: attention_alone may stand in for it
-        except Reached as reached:
-            return reached.found
+    own = type(layer).forward  # attention_alone may stand in for it
+    return call_of(layer.self_attn, own, layer, hidden, *args, **named)
 
 
 @by_config
 def passes_on(config) -> bool:
     """Whether the class of a config's model hands options of its forward pass on to its attention."""
     model, hidden = empty_model("", config, torch.float32), torch.zeros(1, 2, config.hidden_size)
-    (args, named), = layer_arguments(model, [0], hidden, lengths=())
+    args, named = layer_arguments(model, hidden, lengths=())[0]
     _, named = attention_arguments(model.model.layers[0], hidden.to("meta"), args, named)
     return "lengths" in named
 
 
 def record_window(mask_function, config, device, **_) -> torch.Tensor:
-    """A mask function of transformers that gives, in place of a mask, window_of's number: [1, 1, 1, 1].
+    """A mask function of transformers that gives, in place of a mask, how many positions each one attends to,
+    its own included: [1, 1, 1, 1], or ALL.
 
     Raises ValueError unless the mask is causal, or causal within a window.
     """
     count = min(getattr(config, "max_position_embeddings", None) or MOST_POSITIONS, MOST_POSITIONS)
-    places = torch.arange(count, device=device)
-    window = int(mask_function(0, 0, places[-1:, None], places).sum())
-    edges = torch.tensor([0, 1, window - 1, window, window + 1, count // 2, count - 1]).clamp(0, count - 1)
-    behind = edges[:, None].to(device) - places
-    seen = mask_function(0, 0, edges[:, None].to(device), places)
-    if not torch.equal(seen, (behind >= 0) & (behind < window)):
+    keys = torch.arange(count, device=device)
+    window = int(mask_function(0, 0, keys[-1:, None], keys).sum())  # of the last position
+    queries = torch.tensor([0, 1, window - 1, window, window + 1, count // 2, count - 1])
+    queries = queries.clamp(0, count - 1)[:, None].to(device)
+    distances = queries - keys
+    expected = (distances >= 0) & (distances < window)
+    if not torch.equal(mask_function(0, 0, queries, keys), expected):
         raise ValueError("its mask is neither causal nor a sliding window")
     return torch.full((1, 1, 1, 1), window if window < count else ALL, device=device)
 
@@ -142,8 +137,7 @@ AttentionMaskInterface.register("recorded", record_window)
 
 
 def window_of(named: dict) -> int | None:
-    """How many positions a layer attends to, its own included, with these arguments of "recorded"; None: all.
-    """
+    """The window of a layer that is called with these arguments of "recorded": record_window's, or None."""
     mask = named.get("attention_mask")
     return None if mask is None or mask == ALL else int(mask)
 
@@ -153,8 +147,7 @@ def windows(config) -> list[int | None]:
     """window_of each layer of a config's model, by the mask that its own forward pass makes."""
     model, hidden = empty_model("", config, torch.float32), torch.zeros(1, 2, config.hidden_size)
     with attending(model, "recorded"):
-        arguments = layer_arguments(model, range(len(model.model.layers)), hidden)
-    return [window_of(named) for _, named in arguments]
+        return [window_of(named) for _, named in layer_arguments(model, hidden)]
 
 
 def attach_windows(model) -> None:
@@ -171,12 +164,11 @@ def rope_switch(config, longest: int, name: str) -> int | None:
     Raises UserError if they change with every token.
     """
     model, hidden = empty_model("", config, torch.float32), torch.zeros(1, 3, config.hidden_size)
-    layers = range(len(model.model.layers))
 
     def first_turns(tokens: int) -> torch.Tensor:
         """What layers are told of the positions 0 and 1, RoPE's cosines and sines, in a text of so many."""
         for last in (1, tokens - 1):  # a short one first: some remember the longest
-            arguments = layer_arguments(model, layers, hidden, torch.tensor([0, 1, last]))
+            arguments = layer_arguments(model, hidden, torch.tensor([0, 1, last]))
         leaves = [leaf[:, :2].flatten() for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)]
         return torch.cat([leaf.double() for leaf in leaves])
 
@@ -208,7 +200,7 @@ def attention_factor(model, layer) -> float | None:
     weight = next(layer.self_attn.parameters())
     hidden = weight.new_zeros(1, 2, model.config.hidden_size)
     noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
-    (args, named), = layer_arguments(model, [layer.self_attn.layer_idx], hidden)
+    args, named = layer_arguments(model, hidden)[layer.self_attn.layer_idx]
     others = [child for name, child in layer.named_children()
               if name != "self_attn" and any(parameter.ndim > 1 for parameter in child.parameters())]
 
@@ -238,16 +230,11 @@ def attention_function(module):
 
 def embedded(model, tokens: torch.Tensor) -> torch.Tensor:
     """Token ids [n, T] -> the hidden states before the first decoder layer, [n, T, hidden]."""
-    with replaced({model.model.layers[0]: reach}):
-        try:
-            model.model(input_ids=tokens, use_cache=False)
-        except Reached as reached:
-            args, named = reached.found
+    args, named = call_of(model.model.layers[0], model.model, input_ids=tokens, use_cache=False)
     return args[0] if args else named["hidden_states"]
 
 
 def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
     """Hidden states after the last decoder layer, [n, T, hidden] -> logits [n, T, vocab]."""
-    *others, last = model.model.layers
-    with replaced(dict.fromkeys(others, skip) | {last: lambda *_, **__: hidden}):
+    with replaced(dict.fromkeys(model.model.layers, lambda *_, **__: hidden)):
         return model(inputs_embeds=hidden[:, :, :1], use_cache=False).logits

@@ -8,13 +8,11 @@ What passes is convertible, whatever its name is.
 """
 
 import contextlib
-import inspect
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from common.method.merge import Merge
 from common.method.rope import quarter_phase
@@ -110,52 +108,50 @@ def find_pairs(model):
     size = geometry(model.config).head_dim
     units = LARGE * torch.eye(size)[:, None].expand(-1, 2, -1)  # sequence c: channel c alone, twice
     with refused("its decoder is not called as expected"), attending(model, "recorded"):
-        arguments = layer_arguments(model, range(len(model.model.layers)), units)
+        arguments = layer_arguments(model, units)
     for layer, (args, named) in zip(model.model.layers, arguments, strict=True):
-        extra = [name for name, _ in layer.self_attn.named_children() if name not in PARTS]
-        claim = f"its attention is not of queries, keys and values alone: it has {', '.join(extra)}"
         strange = [name for name, value in named.items() if torch.is_tensor(value) and name not in CALLED]
         if strange:
             raise Refused(f"its layers read what is not known here ({strange[0]})")
-        with refused(claim if extra else "its attention is not called as expected", show=not extra):
-            query, key, value, options = record_attention(model, layer, units, args, named)
-            for heads in (query, key, value):
-                if not torch.equal(heads, heads[:, :1].expand_as(heads)):
-                    raise Refused("its heads are not all rotated alike")
-            if not torch.equal(value[:, 0], units):
-                raise Refused("its values are not those of v_proj")
+        query, key, options = record_attention(model, layer, units, args, named)
         pairs = pairs_of(*(heads[:, 0].permute(1, 2, 0).double() for heads in (query, key)))
         yield pairs, window_of(named), options
 
 
 def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict) -> tuple:
-    """What attention reads, query, key, value [d, heads, 2, d] and options, where every head that the
-    projections put out is `units` [d, 2, d]. args, named: of the layer. Raises Refused.
+    """What attention reads, query and key [d, heads, 2, d] and options, where every head that the projections
+    put out is `units` [d, 2, d]. args, named: of the layer. Raises Refused unless heads are treated alike.
     """
     attention, shape, normalized = layer.self_attn, geometry(model.config), []
+    extra = [name for name, _ in attention.named_children() if name not in PARTS]
+    claim = f"its attention is not of queries, keys and values alone: it has {', '.join(extra)}"
     given = {letter: units.repeat(1, 1, heads)
              for letter, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads))}
-
-    def keep(heads):
-        normalized.append(heads)
-        return heads
-
     if is_fused(attention):
         functions = {attention.qkv_proj: lambda *_: torch.cat([*given.values()], -1)}
     else:
         functions = {attention.get_submodule(f"{letter}_proj"): lambda *_, rows=rows: rows
                      for letter, rows in given.items()}
-    functions |= {module: keep for name, module in attention.named_children() if name in ("q_norm", "k_norm")}
+    functions |= {module: lambda heads: normalized.append(heads) or heads
+                  for name, module in attention.named_children() if name in ("q_norm", "k_norm")}
     hidden = torch.zeros(*units.shape[:2], shape.hidden, device="meta")
-    with attending(model, "recorded"), replaced(functions):
-        with refused("its layers do more than normalize before their attention", show=False):
-            args, named = attention_arguments(layer, hidden, args, named)
-        try:
-            attention(*args, **named)
-        except Reached as reached:
-            query, key, value, options = reached.found
-        else:
-            raise Refused("its attention does not go through transformers' attention functions")
+    with refused(claim if extra else "its attention is not called as expected", show=not extra):
+        with attending(model, "recorded"), replaced(functions):
+            with refused("its layers do more than normalize before their attention", show=False):
+                args, named = attention_arguments(layer, hidden, args, named)
+            try:
+                attention(*args, **named)
+            except Reached as reached:
+                query, key, value, options = reached.args
+            else:
+                raise Refused("its attention does not go through transformers' attention functions")
+        check_norms(attention, normalized, units)
+        check_heads((query, key, value), (shape.heads, shape.kv_heads, shape.kv_heads), units)
+    return query, key, options
+
+
+def check_norms(attention, normalized: list[torch.Tensor], units: torch.Tensor) -> None:
+    """Raise Refused unless norms of queries and keys have read the units, and heads share their weights."""
     for name in ("q_norm", "k_norm"):
         weight = getattr(getattr(attention, name, None), "weight", None)
         if weight is not None and weight.ndim > 1:
@@ -165,11 +161,18 @@ def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict
         before = heads.reshape(len(units), -1, len(units))
         if not torch.equal(before, units[:, :1].expand_as(before)):
             raise Refused("its keys are normalized behind RoPE")
-    for heads, rows in zip((query, key, value), given.values(), strict=True):
-        expected = [len(units), rows.shape[-1] // len(units), *units.shape[1:]]
+
+
+def check_heads(states: tuple, numbers: tuple, units: torch.Tensor) -> None:
+    """Raise Refused unless queries, keys and values are so many heads, rotated alike, values not at all."""
+    for heads, number in zip(states, numbers, strict=True):
+        expected = [len(units), number, *units.shape[1:]]
         if list(heads.shape) != expected:
             raise Refused(f"its attention reads heads of shape {list(heads.shape[1:])}, not {expected[1:]}")
-    return query, key, value, options
+        if not torch.equal(heads, heads[:, :1].expand_as(heads)):
+            raise Refused("its heads are not all rotated alike")
+    if not torch.equal(states[2][:, 0], units):
+        raise Refused("its values are not those of v_proj")
 
 
 def pairs_of(query: torch.Tensor, key: torch.Tensor) -> RopePairs:
@@ -218,12 +221,9 @@ def require_convertible(path: str, config) -> str:
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         method = str(quantization.get("quant_method") if isinstance(quantization, dict) else quantization)
-        kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method, object)
-        how = "model.dequantize(), if transformers has that for this method"
-        if "dequantize" in inspect.signature(kind).parameters:
-            how = f"from_pretrained(..., quantization_config={kind.__name__}(dequantize=True))"
         raise UserError(f"{path}: expected floating-point weights, found a checkpoint quantized by {method}; "
-                        f"dequantize it first: {how}, then save_pretrained(..., save_original_format=False)")
+                        "dequantize it first: model.dequantize(), or dequantize=True in from_pretrained's "
+                        "quantization_config, then save_pretrained(..., save_original_format=False)")
     if getattr(config, "use_bidirectional_attention", None):
         raise UserError(f"{path}: expected causal attention, found use_bidirectional_attention")
     model = empty_model(path, config, torch.float64)
@@ -337,7 +337,7 @@ def prove(model, layer) -> None:
     """Raise Refused unless a layer passes. model: float64, on the meta device."""
     generator = torch.Generator().manual_seed(layer.self_attn.layer_idx)
     randomize(layer.self_attn, generator)
-    with refused("its attention is not computed as expected"):
+    with refused("its attention is not computed as expected"), torch.no_grad():
         prove_reading(model, layer, generator)
         prove_rotation(model, layer, generator)
         prove_merge(model, layer)
@@ -358,7 +358,7 @@ def randomize(attention, generator) -> None:
 def attention_call(model, layer, generator):
     """function(attention) -> what it makes of random hidden states in its place, [1, TOKENS, hidden]."""
     hidden = torch.randn(1, TOKENS, model.config.hidden_size, dtype=torch.float64, generator=generator)
-    (args, named), = layer_arguments(model, [layer.self_attn.layer_idx], hidden)
+    args, named = layer_arguments(model, hidden)[layer.self_attn.layer_idx]
     args, named = attention_arguments(layer, hidden.to("meta"), args, named)
     if args:
         args = (hidden, *args[1:])
@@ -367,7 +367,6 @@ def attention_call(model, layer, generator):
     return lambda attention: attention(*args, **named)[0]
 
 
-@torch.no_grad()
 def prove_reading(model, layer, generator) -> None:
     """Raise Refused unless packed rows, and tokens after a cache, are read as by the layer's own function."""
     attention = layer.self_attn
@@ -379,7 +378,6 @@ def prove_reading(model, layer, generator) -> None:
                 raise Refused(f"its attention is another one in {reader}")
 
 
-@torch.no_grad()
 def prove_rotation(model, layer, generator) -> None:
     """Raise Refused unless attention is the same after random rotations and another order of heads."""
     attention, shape = layer.self_attn, geometry(model.config)
@@ -396,7 +394,6 @@ def prove_rotation(model, layer, generator) -> None:
         raise Refused("its attention is another one when heads are rotated")
 
 
-@torch.no_grad()
 def prove_merge(model, layer) -> None:
     """Raise Refused unless attention with fewer key/value heads is the same where a group's are equal."""
     attention, shape = layer.self_attn, geometry(model.config)

@@ -29,7 +29,7 @@ def heads_of(model, hidden: torch.Tensor, index: int) -> tuple[torch.Tensor, tor
         for layer in model.model.layers[:index]:
             layer.forward = lambda hidden, *_, **__: hidden
         model.model(inputs_embeds=hidden, use_cache=False)
-    after, before = reached.value.found[1][0], seen[0][0]
+    after, before = reached.value.args[1][0], seen[0][0]
     if last == "qkv_proj":
         size = after[:, 0].numel()
         before = before[:, -2 * size : -size]
