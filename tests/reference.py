@@ -233,8 +233,8 @@ def half_masked_student(ranks, tmp_path, name: str = "train", execution: Executi
     return in_training(ranks, tmp_path / name, execution, student, optimizer, trained)
 
 
-def logits_of_two_texts(model, attention: str = "sdpa") -> torch.Tensor:
-    model.set_attn_implementation("eager" if needs_eager(model.config) else attention)
+def logits_of_two_texts(model) -> torch.Tensor:
+    model.set_attn_implementation("eager" if needs_eager(model.config) else "sdpa")
     with torch.no_grad():
         return model(TWO_TEXTS).logits
 

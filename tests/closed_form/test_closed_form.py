@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.closed_form.keys import alternate, key_weights, merge_keys, start_by_pairs
+from common.closed_form.keys import alternate, merge_keys, start_by_pairs
 from common.closed_form.layer import (
     RIDGE,
     before_norms,
@@ -15,7 +15,7 @@ from common.closed_form.layer import (
     merging_loss,
     with_energies,
 )
-from common.closed_form.values import merge_values, symmetric_root, value_loss
+from common.closed_form.values import merge_values, value_loss
 from common.method.merge import Merge
 from common.method.rope import rotate_pairs, to_matrix
 from common.method.stats import LayerGrams, LayerStats, group_blocks
@@ -129,15 +129,6 @@ def test_statistics_know_a_norm_over_all_heads_and_leave_no_hook(model_type, joi
     assert not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("scale", [1e-8, 1e8])
-def test_the_root_of_a_singular_matrix_is_inverted_where_it_is_not_zero(scale):
-    columns = normal(6, 3).double() * scale
-    root, inverse = symmetric_root(columns @ columns.mT)
-    torch.testing.assert_close(root @ root, columns @ columns.mT, rtol=1e-9, atol=1e-12 * scale**2)
-    torch.testing.assert_close(inverse * scale, torch.linalg.pinv(root / scale, rtol=1e-5, hermitian=True))
-    assert not any(part.any() for part in symmetric_root(0 * root))
-
-
 @pytest.mark.parametrize("strength", [1e-5, 0.0])
 @pytest.mark.parametrize("members", [1, 2, 4])
 def test_values_are_the_truncated_svd_of_the_stacked_maps(members, strength):
@@ -215,29 +206,6 @@ def test_energy_scores_are_what_merging_the_pair_loses():
         assert (loss.diagonal() == 0).all() and (loss + torch.eye(4) > 0).all()
 
 
-def test_a_layer_of_zeros_loses_no_energy_and_merges_by_the_mean():
-    values, outputs = normal(3, 30, 8), normal(3, 20, 8, seed=1)
-    mean = torch.eye(8, dtype=torch.float64).expand(1, 3, 8, 8)
-    for v, o in ((0 * values, outputs), (values, 0 * outputs)):
-        gram, output = torch.einsum("ina,jnb->ijab", v, v), o.mT @ o
-        assert not value_loss(gram, output).any()
-        encode, decode = merge_values(gram[None], output[None])
-        assert torch.equal(encode, mean / 3) and torch.equal(decode, mean)
-    grams = statistics(doubled())[0]
-    for name in ("value.raw", "key.raw", "key.sum"):
-        grams.tensors[name] = 0 * grams.tensors[name]
-    assert not merging_loss(grams, 64).any()
-
-
-def test_key_weights_are_root_energies_of_at_least_a_millionth_of_the_mean():
-    energy = torch.tensor([[4.0, 1e-5, 0.0], [8.0, 2e-5, 1e-300]]).double()
-    expected = energy.clamp(min=1e-6 * float(energy.mean()))
-    for scale in (1, 1e-9):
-        weights = key_weights(scale * energy)
-        torch.testing.assert_close(weights.square(), scale * expected, rtol=1e-12, atol=0)
-    assert (key_weights(0 * energy) == 1).all()
-
-
 def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors():
     """closed_form_layer against vectors: all rotated first, then their Grams."""
     groups = torch.tensor([[4, 1, 3], [5, 0, 2]])
@@ -270,34 +238,6 @@ def test_the_merge_of_a_rotated_layer_is_that_of_its_rotated_vectors():
     mapped = torch.einsum("giba,ngib->ngia", merge.key_out, queries)
     torch.testing.assert_close(energies.query_energy, mapped.square().mean(0), **close)
     assert with_energies(merge, grams, groups, key_rotation, queries=False).query_energy is None
-
-
-def test_a_layer_whose_pairs_rope_scales_loses_and_merges_as_scaled_queries_and_keys():
-    values, keys, queries = (normal(50, 6, 8, seed=seed) + seed for seed in range(3))
-    outputs, groups = normal(6, 20, 8, seed=6), torch.tensor([[4, 1, 3], [5, 0, 2]])
-    scale = torch.tensor([1.0, 0.7, 1.6, 0.4]).double()
-    both = scale.repeat(2)
-    unscaled, expected = (grams_of(values, factor * keys, factor * queries, outputs) for factor in (1, both))
-    grams = LayerGrams(unscaled.tensors | {"rope.scale": scale}, 6)
-    torch.testing.assert_close(merging_loss(grams, 64), merging_loss(expected, 64), rtol=1e-4, atol=1e-6)
-
-    def lost(grams, merge):
-        return float(key_fit(grams, groups, None, 64).loss(merge.key_in, merge.key_out).sum())
-
-    merges = [unrotated_merge(each, groups) for each in (grams, expected, unscaled)]
-    losses = [lost(grams, merges[0]), lost(expected, merges[1])]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] < 0.95 * lost(grams, merges[2])
-    key_in, key_out = merges[1].key_in * (both / both[:, None]), merges[1].key_out * (both[:, None] / both)
-    assert lost(grams, replace(merges[1], key_in=key_in, key_out=key_out)) == pytest.approx(losses[1])
-
-
-def test_statistics_have_a_scale_only_of_layers_where_rope_has_several():
-    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
-    for part, scaled in ((1.0, False), (0.5, True)):
-        model = tiny_model(model_type="glm4", rope_parameters=rope | {"partial_rotary_factor": part})
-        for layer, grams in zip(model.model.layers, statistics(model), strict=True):
-            assert (grams.scale is not None) == scaled and ("rope.scale" in grams.tensors) == scaled
-            assert not scaled or torch.equal(grams.scale, layer.self_attn.rope_pairs.scale)
 
 
 def test_shared_keys_before_norms_of_single_heads_are_regressions_of_those_behind_them():

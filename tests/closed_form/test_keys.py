@@ -107,14 +107,6 @@ def test_each_half_is_the_least_squares_over_all_queries_keys_and_distances(half
     assert slopes[1] < 1e-10 * slopes[0]
 
 
-def test_damping_is_added_to_the_diagonal():
-    mix, extra, right = normal(2, SIZE, SIZE), normal(2, SIZE, SIZE, seed=1), normal(2, SIZE, 3, seed=2)
-    system, identity = mix @ mix.mT, torch.eye(SIZE, dtype=torch.float64)
-    damped = system + extra + 0.5 * torch.stack([each.diagonal().mean() * identity for each in system])
-    ours = key_merge.damped_solve(system, right, extra, damping=0.5)
-    torch.testing.assert_close(damped @ ours, right, rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize("damping", [0.0, 1e-6, 0.1])
 def test_no_half_ever_raises_the_loss(damping, monkeypatch):
     monkeypatch.setattr(key_merge, "DAMPING", damping)
@@ -144,32 +136,6 @@ def test_what_rope_scales_is_merged_for_the_scores_of_scaled_queries_and_keys():
     loss = error.flatten(3).var(3, correction=0).mean(2).sum(1)
     torch.testing.assert_close(fit.loss(encode, decode), loss, rtol=1e-10, atol=0)
     assert (loss < 0.95 * sampled.loss(*merge_rope_keys(ignorant))).all()
-
-
-def test_what_rope_scales_starts_pair_by_pair_as_ever_and_slow_pairs_as_values_of_scaled_vectors():
-    """No number per pair changes the best shared key of a pair; where nothing turns, the band is all."""
-    for frequencies in (FREQUENCIES, 0 * FREQUENCIES):
-        fits = [Sampled().fit(RopeAverages(frequencies, DISTANCES, scale)) for scale in (None, SCALE)]
-        plain, starts = map(key_merge.start_by_pairs, fits)
-        for ours, expected in zip(starts, plain, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
-    sampled, fit, scale = Sampled(), fits[1], SCALE.repeat(2)
-    best = fit.loss(*merge_rope_keys(fit))
-    sampled.keys, sampled.queries = scale * sampled.keys, scale * sampled.queries
-    centered = sampled.keys - sampled.keys.mean(0)
-    gram = torch.einsum("ngia,ngjb->gijab", centered, centered) / TOKENS
-    still = sampled.fit(RopeAverages(0 * FREQUENCIES, DISTANCES))
-    expected = still.loss(*merge_values(gram, still.query))
-    for loss in (best, fit.loss(*key_merge.start_by_band(fit, *starts))):
-        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
-
-
-def test_twice_the_rounds_gain_less_than_a_percent():
-    fit = Sampled().fit()
-    few, many = (fit.loss(*merge_rope_keys(fit, *rounds)) for rounds in ((), (16,)))
-    assert (few < 1.01 * many).all() and (fit.loss(*merge_rope_keys(fit, 2)) > 1.01 * many).all()
-    encode, decode, _ = alternate(fit, *factors(), 1)
-    torch.testing.assert_close(decode, fit.best_decode(encode, decode))
 
 
 def test_without_frequencies_it_is_the_merge_of_values():
@@ -224,36 +190,6 @@ def test_the_shared_keys_have_the_phase_and_energy_of_the_mean():
     cross = (shared.conj() * keys.mean(2)).sum(0)
     torch.testing.assert_close(cross.imag, torch.zeros_like(cross.imag), rtol=0, atol=1e-9)
     assert (cross.real > 0).all()
-
-
-@pytest.mark.parametrize("fault", ["keys", "queries", "equal"])
-def test_degenerate_keys_and_queries_stay_finite(monkeypatch, fault):
-    """Dead keys, dead queries, equal heads: no loss above the start's."""
-    monkeypatch.undo()
-    sampled = Sampled()
-    if fault == "equal":
-        sampled.keys = sampled.keys[:, :, :1].expand_as(sampled.keys)
-    else:
-        dead = getattr(sampled, fault)
-        dead[:, 0] = 0
-        dead[:, 1, 1] = 0
-    sampled.keys = 1e-3 * sampled.keys  # what is small is so beside the keys, not beside 1
-    fit = sampled.fit()
-    encode, decode = merge_rope_keys(fit)
-    assert torch.isfinite(encode).all() and torch.isfinite(decode).all()
-    loss, size = fit.loss(encode, decode), (fit.query * fit.variance).sum((1, 2, 3))
-    assert (loss <= fit.loss(*key_merge.start_by_pairs(fit)) + 1e-9 * size).all()
-    assert fault != "equal" or (loss <= 1e-8 * size).all()
-
-
-def test_pairs_start_from_the_head_whose_queries_are_large():
-    sampled = Sampled()
-    sampled.queries[:, :, 0] *= 1e4
-    encode, decode = key_merge.start_by_pairs(sampled.fit())
-    identity = torch.eye(SIZE, dtype=torch.float64)
-    for head in range(MEMBERS):
-        expected = (identity if head == 0 else 0 * identity).expand(GROUPS, SIZE, SIZE)
-        torch.testing.assert_close(decode[:, 0] @ encode[:, head], expected, rtol=0, atol=1e-3)
 
 
 def test_pairs_start_from_what_softmax_sees():

@@ -10,7 +10,6 @@ from common.method.rope import to_complex, to_real
 from common.models.cache_basis import (
     CacheSamples,
     change_basis,
-    expected_error,
     fit_basis,
     fit_values,
     score_error,
@@ -83,33 +82,6 @@ def test_errors_are_those_of_scores_written_out():
     torch.testing.assert_close(score_error(keys[:100], energy, factor, "pairs"), scores, rtol=0.05, atol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [64, 96, 192])
-def test_the_expected_error_is_that_of_q4_0(size, layout):
-    """Also where heads are rotated in parts, or not at all, and queries read some of these alone."""
-    draw = torch.Generator().manual_seed(2)
-    keys, energy = torch.randn(500, 3, size, generator=draw), torch.rand(3, size // 2, generator=draw)
-    keys[..., [3, 3 + size // 2]] *= 10
-    energy[:, 16:] *= 0.01
-    factor = torch.ones_like(energy, dtype=torch.complex64)
-    expected = expected_error(to_complex(keys), energy, factor, layout)
-    torch.testing.assert_close(expected, score_error(keys, energy, factor, layout), rtol=0.3, atol=0)
-
-
-def test_what_is_stored_exactly_keeps_its_basis():
-    """Heads of integers from -8 to 7, of which each has its -8, and a head of zeros."""
-    draw = torch.Generator().manual_seed(4)
-    states = torch.randint(-7, 8, (1, 4, 50, 32), generator=draw).float()
-    states[..., 5], states[:, 3] = -8, 0
-    samples = CacheSamples()
-    samples.watch(None, torch.randn(1, 4, 50, 32, generator=draw), states, states)
-    basis = fit_basis(uneven_model("llama").model.layers[0].self_attn, samples, "halves")
-    assert torch.equal(basis.factor, torch.ones(4, 16, dtype=torch.complex64))
-    assert torch.equal(basis.value_map, torch.eye(32, dtype=torch.float64).expand(4, 32, 32))
-    assert torch.equal(torch.stack((basis.keys, basis.values)), torch.ones(2, 4))
-
-
 def test_the_map_of_values_has_the_least_error_of_even_noise():
     """tr(M C M^T) tr(M^-T W M^-1) is at its bound, the square of the trace of (C^1/2 W C^1/2)^1/2."""
     draw = torch.randn(2, 1, 32, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -120,20 +92,6 @@ def test_the_map_of_values_has_the_least_error_of_even_noise():
         "gba,gbc,gca->g", inverse, output, inverse)
     singular = torch.linalg.eigvals(moment @ output).real.sqrt().sum(-1)
     torch.testing.assert_close(product, singular.square(), rtol=0.02, atol=0)
-
-
-def test_the_output_of_a_quantized_model_is_closer():
-    model = uneven_model("llama")
-    changed = copy.deepcopy(model)
-    for layer, samples in zip(changed.model.layers, watched(model), strict=True):
-        change_basis(layer.self_attn, fit_basis(layer.self_attn, samples, "halves"))
-    with torch.no_grad():
-        exact = model(input_ids=TOKENS, use_cache=False).logits
-        errors = []
-        for each in (model, changed):
-            with quantized(each, parse_cache("q4_0"), "halves"):
-                errors.append((each(input_ids=TOKENS, use_cache=False).logits - exact).square().mean())
-    assert errors[1] < 0.8 * errors[0]
 
 
 @pytest.mark.slow

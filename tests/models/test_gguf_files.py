@@ -114,7 +114,7 @@ def state(path) -> dict:
 
 @pytest.mark.parametrize(("model_type", "tied"), [
     ("llama", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("llama", True), ("mistral", False), ("qwen2", False), ("qwen3", True)))])
+        ("qwen2", False), ("qwen3", True)))])
 def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path):
     sizes = SIZES | ({"head_dim": 128} if model_type == "qwen3" else {})  # which its metadata does not state
     model = tiny_model(model_type=model_type, num_key_value_heads=4, tie_word_embeddings=tied, **sizes)
@@ -125,17 +125,6 @@ def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path
     tokens = torch.arange(100)[None]
     with torch.no_grad():
         assert torch.equal(load_model(made)(tokens).logits, model(tokens).logits)
-
-
-@pytest.mark.slow
-def test_q8_0_values_are_scale_times_integer(tmp_path):
-    model = tiny_model(**SIZES)
-    actual = state(converted(tmp_path, model, Type.Q8_0))
-    name = "model.layers.1.mlp.up_proj.weight"
-    blocks = model.state_dict()[name].reshape(-1, 32)
-    scale = (blocks.abs().amax(-1, keepdim=True) / 127)
-    integers = (blocks / scale).round()
-    assert torch.equal(actual[name].reshape(-1, 32), integers * scale.half().float())
 
 
 @pytest.mark.slow
@@ -220,8 +209,6 @@ def test_damaged_files_are_refused(keep, tmp_path):
      "expected only the tensors of its config, found also 'rope_freqs.weight'"),
     ({"tensors": {"blk.2.ffn_up.weight": None}},
      "expected a tensor model.layers.2.mlp.up_proj.weight, found none"),
-    ({"metadata": {"llama.expert_count": 8}},
-     "expected only metadata that a checkpoint takes over, found llama.expert_count 8"),
     ({"metadata": {PRE: "deepseek-llm"}}, "expected tokenizer.ggml.pre in ['default', "),
     ({"model": {"model_type": "gemma"}},
      "expected general.architecture in ['llama', 'qwen2', 'qwen3'], found 'gemma'"),

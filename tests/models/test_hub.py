@@ -10,7 +10,6 @@ from common.run.errors import UserError
 from common.run.files import files_in
 from hub import LOGIN, RESTRICTED, serving
 from models import byte_tokenizer, save_tiny, tiny_model
-from runs import expect_error, run
 
 NAME = "acme/tiny"
 READ = ["README.md", "added_tokens.json", "additional_chat_templates/tools.jinja", "chat_template.jinja",
@@ -67,19 +66,6 @@ def test_every_file_that_is_read_arrives_once_and_no_other(repository, kind):
 def test_of_a_model_to_plan_for_only_the_config_arrives(repository):
     path = config_file(NAME)
     assert repository.downloaded == ["config.json"] and load_config(path).hidden_size == 48
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_be_converted_is_refused_by_its_config_alone(repository, tmp_path):
-    (tmp_path / "text.txt").write_text("a b " * 64)
-    words = ["01_calibrate.py", "--run", tmp_path / "run", "--text", tmp_path / "text.txt", "--sequences", 2,
-             "--length", 16, "--model"]
-    save_tiny(tmp_path / "other", num_key_value_heads=1)
-    repository.directories["models/acme/other"] = tmp_path / "other"
-    expect_error("acme/other: LlamaForCausalLM cannot be converted: it has 1 key/value", *words, "acme/other")
-    assert repository.downloaded == ["config.json"]
-    assert "proven  LlamaForCausalLM" in run(*words, NAME).stdout
-    assert "model.safetensors" in repository.downloaded
 
 
 @pytest.mark.slow

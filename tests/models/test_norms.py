@@ -5,51 +5,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.method.merge import Merge
-from common.method.procrustes import align_keys, key_similarity
-from common.method.rope import quarter_phase, to_complex
-from common.method.stats import key_gram
 from common.models.calibration import Calibration
 from common.models.edits import merge_layer, merged_config
 from common.models.families import merged_modules, watch_heads
 from models import save_tiny, tiny_model
 from reference import blended, merge_model
 from runs import run
-
-
-def test_keys_that_may_only_be_flipped_are_aligned_by_flips():
-    keys = torch.randn(200, 4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    keys[:, 1] = keys[:, 0] * torch.tensor([1, -1, 1, -1] * 2)  # flipped in pairs 1 and 3
-    gram, free = key_gram(keys), torch.tensor([True, False, False, False])
-    flips = align_keys(gram[None, :2, :2], free=free)[0][:, 1:]
-    assert torch.equal(flips.real, torch.tensor([[1, 1, 1], [-1, 1, -1]]).double()) and not flips.imag.any()
-    all_heads = align_keys(gram[None], free=free)[0]
-    assert torch.equal(all_heads[:, 0], align_keys(gram[None])[0][:, 0])  # a free pair is rotated as always
-    signs = torch.tensor([-1, 1], dtype=torch.float64)
-    for pair in (1, 2, 3):  # of four heads: as good as the best of all signs, tried one by one
-        products = gram[:, :, pair].real
-        trials = torch.cartesian_prod(signs, signs, signs, signs)
-        best = max(float(trial @ products @ trial) for trial in trials)
-        chosen = all_heads[:, pair].real
-        assert float(chosen @ products @ chosen) == pytest.approx(best)
-
-
-def test_quarter_turns_are_the_best_of_all_that_a_norm_over_all_heads_allows():
-    """Tried one by one, for two and for four heads, in every pair; no angle in between is exact."""
-    keys = torch.randn(200, 4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    gram, none = key_gram(keys), torch.zeros(4, dtype=torch.bool)
-    _, after = key_similarity(gram, 200, "dist", none, quarters=True)
-    pairs, quarters = to_complex(keys), torch.tensor([1, 1j, -1, -1j], dtype=torch.complex128)
-    distances = (pairs[:, 2, :, None] - pairs[:, 3, :, None] * quarters).abs().square().sum(0).min(-1).values
-    assert float(after[2, 3]) == pytest.approx(-float(distances.sum()) / 200)
-    turns = align_keys(gram[None], none, quarters=True)[0]
-    assert {*turns.flatten().tolist()} == {*quarters.tolist()} and (turns[0] == 1).all()
-    trials = torch.cartesian_prod(*[quarters] * 4)
-    for pair in range(4):
-        products = gram[:, :, pair]
-        agreement = torch.einsum("ti,ij,tj->t", trials.conj(), products, trials).real
-        reached = torch.einsum("i,ij,j->", turns[:, pair].conj(), products, turns[:, pair]).real
-        assert float(reached) == pytest.approx(float(agreement.max()))
-    assert quarter_phase(torch.tensor([0j, -2 + 1j, 1 - 2j])).tolist() == [1, -1, -1j]
 
 
 @torch.no_grad()

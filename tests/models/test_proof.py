@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 from bench.families import small_config
 from common.method.rope import to_complex
 from common.models import proof
-from common.models.families import as_they_were, in_order, rope_frequencies
+from common.models.families import in_order, rope_frequencies
 from common.models.forward import Reached, attending, attention_factor, windows
 from common.models.head import head_of
 from common.models.load import empty_model
@@ -58,23 +58,6 @@ def test_keys_are_turned_in_the_pairs_and_by_the_angles_that_were_found(name, in
     assert name not in PLAIN or pairs.order is None
     frequencies = rope_frequencies(model, model.model.layers[index].self_attn)
     torch.testing.assert_close(frequencies, pairs.angles, rtol=1e-5, atol=1e-9)
-
-
-def test_channels_are_found_where_classes_have_them():
-    """Pairs side by side, a part of the channels, both, and none."""
-    def found(name, index=0):
-        pairs = tiny_model(**FAMILIES[name]).model.layers[index].self_attn.rope_pairs
-        order = None if pairs.order is None else pairs.order.tolist()
-        return order, int((pairs.angles != 0).sum())
-
-    assert found("cohere, GQA") == ([0, 2, 4, 6, 1, 3, 5, 7], 4)
-    assert found("phi") == ([0, 1, 4, 5, 2, 3, 6, 7], 2)
-    assert found("stablelm") == ([0, 1, *range(4, 10), 2, 3, *range(10, 16)], 2)
-    assert found("glm4, GQA") == ([0, 2, 4, 5, 1, 3, 6, 7], 2)
-    assert found("smollm3") == (None, 4) and found("smollm3", 1) == (None, 0)
-    channels = torch.arange(16).view(2, 8)
-    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-    assert torch.equal(as_they_were(in_order(channels, order), order), channels)
 
 
 def test_a_rotation_may_put_channels_in_another_order():
@@ -177,16 +160,6 @@ def test_a_rotation_that_is_none_of_pairs_is_refused(monkeypatch):
         monkeypatch.undo()
 
 
-def test_a_rotation_of_three_channels_is_refused(monkeypatch):
-    def turn(q, k):
-        cycle = torch.tensor([1, 2, 0, *range(3, 8)])
-        k, q = k.clone(), q.clone()
-        k[:, :, 1:], q[:, :, 1:] = k[:, :, 1:, cycle], q[:, :, 1:, cycle]
-        return q, k
-
-    assert "its keys are not rotated in pairs" in changed_rotation(monkeypatch, turn)
-
-
 def test_queries_that_turn_otherwise_and_heads_that_differ_are_refused(monkeypatch):
     stretch = torch.tensor([1.0, 2.0, 2.0, 2.0]).repeat(2)
     for change in (lambda q, k: (q.flip(-1), k), lambda q, k: (q, k * stretch)):
@@ -194,15 +167,6 @@ def test_queries_that_turn_otherwise_and_heads_that_differ_are_refused(monkeypat
         monkeypatch.undo()
     sign = torch.tensor([1.0, -1.0]).repeat(4).view(1, 8, 1, 1)
     assert "its heads are not all rotated alike" in changed_rotation(monkeypatch, lambda q, k: (q, k * sign))
-
-
-def test_queries_that_grow_with_their_position_are_not_refused(monkeypatch):
-    grown = 1 + torch.arange(24.0).view(1, 1, -1, 1) / 7  # which float32 rounds
-    rotate = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *rest, **options: tuple(
-        part * (grown[:, :, : q.shape[2]] if part is not k else 1) if number == 0 else part
-        for number, part in enumerate(rotate(q, k, *rest, **options))))
-    assert proof.require_convertible("DIR", AutoConfig.for_model("llama", **SMALL)) == "LlamaForCausalLM"
 
 
 def test_query_heads_that_read_other_keys_than_stock_ones_are_refused(monkeypatch):

@@ -35,10 +35,6 @@ def test_blocks_are_read_back_as_ggml_does(form):
     assert {"q8_0": 8.5, "q4_0": 4.5}[form] == sizes
 
 
-def test_a_cache_of_f16_holds_half_floats():
-    assert torch.equal(read_back(HEADS, "f16", "halves", keys=True), HEADS.half().float())
-
-
 @pytest.mark.parametrize("keys", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [32, 64, 192])

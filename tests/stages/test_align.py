@@ -68,13 +68,6 @@ def test_no_rotation_is_the_identity(grams):
     torch.testing.assert_close((value_rotation, key_rotation), (identity, ones), rtol=0, atol=0)  # and dtypes
 
 
-def test_only_sign_flips_where_pairs_are_not_free(grams):
-    grams.free = torch.tensor([True, False, True, False])
-    _, rotation = align_layer(grams, GROUPS, "dist")
-    assert (rotation[..., [1, 3]].abs() == 1).all() and not rotation[..., [1, 3]].imag.any()
-    assert rotation[..., [0, 2]].imag.any()
-
-
 def test_cosine_within_groups_is_that_of_the_rotated_vectors(vectors, grams):
     """By rotations far from any alignment, so that a conjugate or a transpose would show."""
     value_rotation = torch.linalg.qr(torch.randn(2, 3, D, D, dtype=torch.float64)).Q
@@ -196,8 +189,7 @@ def test_the_refit_reads_what_the_calibration_did_or_an_even_part_of_it(
 @pytest.mark.parametrize(("source", "fault"), [
     ("aligned_run", "reflected"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("bf16_run", "reflected"), ("aligned_run", "overflowing"),
-        ("aligned_run", "written otherwise"), ("bf16_run", "written otherwise"))),
+        ("bf16_run", "written otherwise"), ("aligned_run", "overflowing"))),
 ])
 def test_nothing_is_written_when_the_model_changed(request, tmp_path, monkeypatch, source, fault):
     """In memory, or on its way to the disk. Queries absorb a reflected key pair; RoPE does not commute."""
