@@ -12,10 +12,10 @@ Writes  RUN/aligned/   an ordinary checkpoint equivalent to the source: heads ro
 Generalized Procrustes (Algorithm 1, by a faster update) finds the rotations from each group's Grams, in
 float64. They are fused into W_Q, W_K, W_V and W_O (Eq. 12-17).
 
-Equivalence check: the rotated model in float32 must reproduce the source's logits up to float32 rounding, and
-aligned/, loaded back from disk, those of the rotated model in the checkpoint's precision; its KL from the
-source is bounded. Where scores are so large that the source itself is far from float64, the bound grows with
-that. If the check fails, nothing is written.
+Equivalence check, on text that the calibration has not read: the rotated model in float32 must reproduce the
+source's logits up to float32 rounding, and aligned/, loaded back from disk, those of the rotated model in the
+checkpoint's precision; its KL from the source is bounded. Where scores are so large that the source itself is
+far from float64, the bound grows with that. If the check fails, nothing is written.
 
 --merge mean averages the keys and values of each group (Eq. 25, 26); with 03_group.py --by none and --rotate
 none it is the mean-pool baseline. --merge closed-form computes the best shared heads
@@ -38,8 +38,7 @@ from functools import partial
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.data.sources import DataContext, begins_with_bos, read_sequences, read_unread, unread_length
-from common.data.text import EVALUATION, digests_of
+from common.data.sources import DataContext, begins_with_bos, read_unread, unread_length
 from common.method.procrustes import align_layer, within_group_cosine
 from common.models.calibration import Calibration
 from common.models.edits import fuse_groups, merge_layer, merged_config
@@ -56,6 +55,7 @@ from common.run.flags import device, positive, stage_parser
 from common.run.kinds import CRITERION, MERGES, REFITS, find_group_fault
 from common.run.progress import Progress, peak_memory
 
+CHECK_SEQUENCES = 4  # of the equivalence check
 LOGIT_TOLERANCE = 1e-4, 1e-5  # absolute, relative to the largest logit; the larger counts: float32 rounding
 ROUNDING = 8  # times the source's own difference from float64 is rounding, too; measured: about once
 REFITTED = "refitted.safetensors"  # of a layer that is finished: what the refit may change, in float32
@@ -80,12 +80,6 @@ def parse():
     parser.add_argument("--refit-sequences", type=positive,
                         help="sequences of the calibration's, evenly spread, at its length (default: all); "
                              "one in eight is held out to choose the ridge strength and the epoch")
-    parser.section("the equivalence check")
-    parser.add_argument("--text", help="as in 01_calibrate.py (default: the held-out part of the "
-                             "calibration's text)")
-    parser.add_argument("--sequences", type=positive, default=4, help="number of sequences")
-    parser.add_argument("--length", type=positive,
-                        help="tokens per sequence (default: 512, or the calibration's length if shorter)")
     parser.section("execution")
     parser.add_argument("--dtype", choices=("source", "float32"), default="source",
                         help="of the checkpoints written; rotations use float64, forward passes float32")
@@ -140,21 +134,12 @@ def read_inputs(args) -> Inputs:
             print(f"note    groups by {by}; --merge closed-form works best with 03_group.py --by energy")
     data = DataContext(path, home, pick_device(args.device), layerwise=args.layerwise,
                        bos=begins_with_bos(calibration.record))
-    tokens = read_text(args, calibration, data, config.max_position_embeddings)
+    length = unread_length(calibration.record, None, config.max_position_embeddings)
+    tokens, description = read_unread(calibration.record, data, CHECK_SEQUENCES, length)
+    print(f"reads   {description}, for the equivalence check")
     refit_tokens = read_refit_text(args, calibration) if args.refit else None
     return Inputs(calibration, source, grouping, torch.tensor(groups), tokens, refit_tokens,
                   weight_dtype(args.dtype, config), context)
-
-
-def read_text(args, calibration: Calibration, data: DataContext, positions: int) -> torch.Tensor:
-    """The text of the equivalence check, [sequences, length] token ids."""
-    length = unread_length(calibration.record, args.length, positions)
-    if args.text:
-        tokens, description = read_sequences(args.text, None, data, args.sequences, length, EVALUATION)
-    else:
-        tokens, description = read_unread(calibration.record, data, args.sequences, length)
-    print(f"reads   {description}, for the equivalence check")
-    return tokens
 
 
 def read_refit_text(args, calibration: Calibration) -> torch.Tensor:
@@ -306,7 +291,7 @@ def main():
     args = parse()
     aligned_path, merged_path, partial_path = (os.path.join(args.run, name)
                                                for name in ("aligned", "merged", "align.partial"))
-    digests = artifact.input_digests(args.run, input_paths(args)) | digests_of([args.text], args.run)
+    digests = artifact.input_digests(args.run, input_paths(args))
     try:
         started = begin_stage("04_align.py", args, aligned_path, merged_path, inputs=digests)
     except Complete:

@@ -184,5 +184,5 @@ def read_unread(calibration: dict, context: DataContext, sequences: int,
     except TooShort:
         sequences = min(sequences, calibration["summary"]["sequences"])
         tokens, description = read_sequences(text, chat, context, sequences, length)
-        description += ", part of the calibration's text: perplexity on other text (--text) may be higher"
+        description += ", part of the calibration's text: perplexity on other text may be higher"
         return tokens, description

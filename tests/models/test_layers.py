@@ -150,7 +150,7 @@ def test_memory_is_that_of_a_layer(tmp_path):
     byte_tokenizer().save_pretrained(model)
     text.write_text("All work and no play makes Jack a dull boy. " * 100)
     calibrate = ["--model", model, "--text", text, "--sequences", 4, "--length", 128]
-    align = ["--sequences", 2, "--rotate", "none"]  # rotating takes minutes, not memory
+    align = ["--rotate", "none"]  # rotating takes minutes, not memory
     peaks = {}
     for name, options in (("whole", []), ("layerwise", ["--layerwise"])):
         home = tmp_path / name

@@ -14,7 +14,7 @@ LEFT_OUT = {  # stage -> the flags that are not None or False where they are lef
                      "dtype": "float32"},
     "02_similarity": {"device": "auto"},
     "03_group": {"by": "value", "criterion": "dist", "restarts": 200, "iterations": 3000, "seed": 0},
-    "04_align": {"rotate": "dist", "merge": "mean", "sequences": 4, "dtype": "source", "device": "auto"},
+    "04_align": {"rotate": "dist", "merge": "mean", "dtype": "source", "device": "auto"},
     "06_export": {"dtype": "source"},
     "07_eval": {"only": TASKS, "sequences": 32, "batch": 64, "device": "auto", "dtype": "float32"},
 }

@@ -42,7 +42,6 @@ def words_of(command: str, home: Path, inputs: dict[str, str]) -> list:
     ("02 --run RUN/nowhere", "calibration not found; run 01_calibrate.py first"),
     ("03 --force --kv-heads 3", "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
     ("04 --force --key-context 20", "--key-context: expected --merge closed-form with it, found mean"),
-    ("04 --force --length 257", "--length: expected 2 to 256 tokens"),
     ("05 --compile --deterministic", "--deterministic: expected no --compile, whose kernels depend on"),
     ("05 --lr 2e-3", "lr 0.001 -> 0.002"),
     ("05 --teacher-lr 2e-3", "/teacher was trained with other settings (lr 0.001 -> 0.002"),
