@@ -43,9 +43,6 @@ def allowed_kv_heads(source_kv_heads: int) -> list[int]:
 def check_kv_heads(source_kv_heads: int, kv_heads: int) -> None:
     """Raise UserError unless kv_heads is a proper divisor of source_kv_heads."""
     allowed = allowed_kv_heads(source_kv_heads)
-    if not allowed:
-        raise UserError("kv heads: expected a source with several key/value heads, found one, which leaves "
-                        "nothing to merge")
     if kv_heads not in allowed:
         raise UserError(f"kv heads: expected one of {allowed} for {source_kv_heads} key/value heads, "
                         f"found {kv_heads}")

@@ -87,8 +87,6 @@ def load_config(path: str):
     except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: expected a model config, found none that transformers can read: "
                         f"{error}") from error
-    if config.dtype is not None and not getattr(config.dtype, "is_floating_point", False):
-        raise UserError(f"{path}: expected weights in floating point, found {config.dtype}")
     # whatever it says: without a mask sdpa alone is causal, and an eager function has one
     config._attn_implementation = "eager" if needs_eager(config) else "sdpa"
     return config

@@ -9,10 +9,9 @@ held-out text.
 Output refit: W_O by least squares. With h the input of o_proj, W_O <- argmin_W sum |y - W h|^2 + ridge |W -
 W_O|^2. The ridge strength is chosen by the error; keeping W_O is one of the candidates.
 
-Distances: keys may be merged for a context longer than the sequences are. Both models then read half of them
-at positions with two gaps (PoSE, Zhu et al., arXiv 2309.10400): distances occur that the text has not. It is
-every other one of those that fit and every other one of those held out, so both judge in equal parts. One
-that is alone, as of two sequences each is, is read as it is.
+Distances: keys may be merged for a context longer than the sequences are. Both models then read every other
+sequence of those that fit, and of those held out, at positions with two gaps (PoSE, Zhu et al., arXiv
+2309.10400): distances occur that the text has not.
 
 Attention refit: then W_Q, W_K, W_V, W_O, the biases of q, k and v, and the norms of q and k are trained to
 reduce the error of one batch a step. The weights of the epoch with the least held-out error are kept; those
@@ -21,10 +20,9 @@ trains the matrices, AdamW the rest. Learning rates are relative to each tensor'
 the scale of merged keys and values is arbitrary.
 
 Muon (Jordan et al., 2024): a head's gradient, averaged over steps, is replaced by the nearest matrix with
-singular values of about 1, so that no direction waits for its turn. Head by head that costs a fraction of
-what it does for the complete matrix, whose products with itself cost more than the layer, and gets further
-(docs/LOG.md). float32, unlike torch.optim.Muon, which multiplies in bfloat16: without instructions for it a
-layer's refit takes over ten times as long.
+singular values of about 1, so that no direction waits for its turn. Head by head it is cheaper than for the
+complete matrix, and gets further (docs/LOG.md). float32, unlike torch.optim.Muon: without instructions for
+bfloat16 a layer's refit takes over ten times as long.
 """
 
 from dataclasses import dataclass

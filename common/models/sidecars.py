@@ -10,11 +10,7 @@ import math
 import os
 import shutil
 
-from transformers import GenerationConfig
-
 from common.models.load import save_tokenizer
-from common.models.weights import first_line, require_content
-from common.run.errors import UserError
 from common.run.files import read_json
 
 GENERATION = "generation_config.json"
@@ -29,7 +25,7 @@ ORIGINAL = "original_max_position_embeddings"
 def write(directory: str, config, source: str) -> None:
     """Write the files next to the weights of a model that was made from the checkpoint `source`.
 
-    config: the model's, of the source's class. Raises UserError for a generation config that cannot be read.
+    config: the model's, of the source's class.
     """
     settings = read_json(os.path.join(source, "config.json"))
     dtype = str(config.dtype).removeprefix("torch.")
@@ -48,17 +44,11 @@ def save(model, directory: str, source: str) -> None:
 
 
 def copy_rest(directory: str, source: str) -> None:
-    """Copy tokenizer and generation config. Raises UserError for one of the latter that cannot be read."""
+    """Copy the files of the tokenizer and the generation config."""
     save_tokenizer(source, directory)
     path = os.path.join(source, GENERATION)
-    if not os.path.exists(path) or os.path.realpath(directory) == os.path.realpath(source):
-        return
-    require_content(path)
-    try:
-        GenerationConfig.from_pretrained(source)
-    except Exception as error:  # a damaged file may raise anything
-        raise UserError(f"{source}: cannot read {GENERATION}: {first_line(error)}") from error
-    shutil.copyfile(path, os.path.join(directory, GENERATION))
+    if os.path.exists(path) and os.path.realpath(directory) != os.path.realpath(source):
+        shutil.copyfile(path, os.path.join(directory, GENERATION))
 
 
 def write_settings(directory: str, settings: dict) -> None:

@@ -207,7 +207,6 @@ def test_frequencies_that_older_releases_store_are_no_extra_tensors(copy):
 @pytest.mark.parametrize(("content", "message"), [
     (b"{", "expected a model config, found none"),
     (b'{"model_type": "nonesuch"}', "nonesuch"),
-    ({"dtype": "int8"}, "expected weights in floating point, found torch.int8"),
     ({"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}, "custom code"),
 ])
 def test_a_config_that_no_model_has_is_refused(copy, content, message):

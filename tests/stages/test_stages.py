@@ -234,7 +234,7 @@ def test_a_note_says_where_perplexity_is_of_the_calibration_text(inputs, tmp_pat
     np.save(str(rows), np.full((8, 70), 7, "<i4"))
     for path in (short, documents, rows):
         tokens, description = unread(path, inputs["model"], 60)
-        assert tokens.shape == (4, 60) and "perplexity on other text (--text) may be higher" in description
+        assert tokens.shape == (4, 60) and "perplexity on other text may be higher" in description
         assert len(unread(path, inputs["model"], 60, calibrated=3)[0]) == 3  # it may have no more
     np.save(str(rows), np.full((8, 70), 10**6, "<i4"))
     with pytest.raises(UserError, match="rows.npy.*: expected token ids below 26., the vocabulary, found 10"):
