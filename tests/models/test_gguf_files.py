@@ -15,7 +15,7 @@ from common.models import gguf as gguf_files
 from common.models.families import geometry
 from common.models.load import load_model, load_tokenizer
 from common.run.errors import UserError
-from models import END, byte_tokenizer, save_tiny, tiny_model
+from models import END, byte_tokenizer, tiny_model
 from runs import expect_error, run
 
 gguf = pytest.importorskip("gguf")
@@ -125,21 +125,6 @@ def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path
     tokens = torch.arange(100)[None]
     with torch.no_grad():
         assert torch.equal(load_model(made)(tokens).logits, model(tokens).logits)
-
-
-@pytest.mark.slow
-def test_stage_1_reads_a_file_as_it_reads_the_checkpoint(inputs, tmp_path):
-    model = tiny_model(num_key_value_heads=4)
-    plain = save_tiny(tmp_path / "plain", num_key_value_heads=4)
-    merging_tokenizer().save_pretrained(plain)
-    file = write_gguf(tmp_path / "tiny.gguf", model)
-    for home, name in (("a", plain), ("b", file)):
-        run("01_calibrate.py", "--run", tmp_path / home, "--model", name, "--text", inputs["text"],
-            "--sequences", 4, "--length", 64)
-    layers = sorted((tmp_path / "a" / "calibration").glob("layer-*"))
-    assert len(layers) == 3
-    for layer in layers:
-        assert layer.read_bytes() == (tmp_path / "b" / "calibration" / layer.name).read_bytes()
 
 
 @pytest.mark.slow

@@ -69,26 +69,6 @@ def test_experts_are_stored_as_transformers_stores_them(tmp_path, name, dtype):
             assert torch.equal(layer.state_dict()[key], tensor), key
 
 
-@pytest.mark.parametrize("dtype, wide", [
-    (torch.float16, True), (torch.float64, True), (torch.float16, False)])
-def test_tensors_stored_wider_than_most_elements_keep_their_precision(tmp_path, dtype, wide):
-    """Most tensors are stored in float32 and most elements in bfloat16, or the other way round: then none is
-    wider than the ordinary dtype, and all are written as asked for."""
-    source, model = save_tiny(tmp_path / "source"), tiny_model()
-    chosen = {key for key in model.state_dict() if "norm" in key or "self_attn" in key}
-    stored = {key: tensor.to(torch.float32 if (key in chosen) == wide else torch.bfloat16)
-              for key, tensor in model.state_dict().items()}
-    save_file(stored, tmp_path / "source" / "model.safetensors")
-    (tmp_path / "ours").mkdir()
-    with CheckpointWriter(str(tmp_path / "ours"), model.config, dtype, source) as writer:
-        for part in ("model.embed_tokens", *LAYERS, "model.norm", "lm_head"):
-            writer.write(part, model.get_submodule(part))
-    for key, tensor in load_file(tmp_path / "ours" / "model.safetensors").items():
-        expected = torch.float32 if wide and key in chosen and dtype != torch.float64 else dtype
-        assert tensor.dtype == writer.dtypes[key] == expected, key
-        assert torch.equal(tensor, model.state_dict()[key].to(expected)), key
-
-
 def test_a_checkpoint_without_an_expert_is_refused(tmp_path):
     source = save_tiny(tmp_path / "source", **FAMILIES["olmoe"])
     stored = load_file(tmp_path / "source" / "model.safetensors")

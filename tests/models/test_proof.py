@@ -60,26 +60,6 @@ def test_keys_are_turned_in_the_pairs_and_by_the_angles_that_were_found(name, in
     torch.testing.assert_close(frequencies, pairs.angles, rtol=1e-5, atol=1e-9)
 
 
-def test_a_rotation_may_put_channels_in_another_order():
-    """As some classes do, of queries and keys alike: `behind` says where each is then."""
-    moved = torch.eye(4, dtype=torch.float64)[[1, 2, 3, 0]]  # channel c becomes c - 1
-    turn = torch.eye(4, dtype=torch.float64)
-    turn[:2, :2] = torch.tensor([[0.6, -0.8], [0.8, 0.6]])
-    rotations = 2 * torch.stack((moved, moved @ turn))
-    pairs = proof.pairs_of(3 * rotations, rotations)
-    assert pairs.order.tolist() == [0, 2, 1, 3] and pairs.behind.tolist() == [3, 1, 0, 2]
-    torch.testing.assert_close(pairs.angles, torch.tensor([0.8, 0]).double().asin())
-    with pytest.raises(proof.Refused, match="not rotated in pairs"):
-        proof.pairs_of(rotations[:, :3, :3], rotations[:, :3, :3])
-    scales = torch.tensor([1.5, 1.5, 0.5, 0.5], dtype=torch.float64)
-    pairs = proof.pairs_of(3 * rotations * scales, rotations * scales)  # a column is a channel
-    assert pairs.order.tolist() == [0, 2, 1, 3] and torch.equal(pairs.scale, scales[[0, 2]] / 1.5)
-    for other in ([1.5, 0.5, 0.5, 0.5], [1.5, 1.5, 0.5, 1.5]):  # of a pair that turns, of one that does not
-        with pytest.raises(proof.Refused, match="not rotated in pairs"):
-            scaled = torch.tensor(other)[:, None] * torch.stack((torch.eye(4), turn))
-            proof.pairs_of(scaled, scaled)
-
-
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_classes_that_differ_are_convertible(name):
     assert proof.require_convertible("DIR", tiny_model(**FAMILIES[name]).config).endswith("ForCausalLM")

@@ -130,18 +130,6 @@ def test_a_sequence_is_read_with_two_gaps():
     assert 100 < ends.count(2) < 150  # of 500, a quarter: cuts are within the text, and two gaps of two are 0
 
 
-@pytest.mark.parametrize("count", [1, 4, 15, 16, 66])
-def test_half_of_what_fits_and_half_of_what_judges_has_gaps(count):
-    """But for one that is alone, as the judge of fewer than sixteen: it is read as it is."""
-    gapped = Refit(None, [normal(1, 9, 6)] * count, [], context=36)
-    assert len(gapped.fitted) + len(gapped.held_out) == count and len(gapped.held_out) == max(1, count // 8)
-    for numbers in (gapped.fitted, gapped.held_out):
-        kinds = [gapped.positions[number] is not None for number in numbers]
-        assert kinds == [False, True] * (len(numbers) // 2) + [False] * (len(numbers) % 2)
-    without = Refit(None, [normal(1, 9, 6)] * count, [])
-    assert without.positions == [None] * count and without.fitted == gapped.fitted
-
-
 def test_both_models_read_a_sequence_at_the_same_positions(plain_runs):
     texts, read = [list(normal(4, 1, 9, 6, seed=seed)) for seed in (1, 2)], defaultdict(list)
     original, merged, gaps = Layer(10), Layer(20), [None, refit.gapped_positions(1, 9, 36), None, None]

@@ -277,17 +277,3 @@ def test_a_16_bit_checkpoint_too_far_from_the_source_is_refused(bf16_run, tmp_pa
     monkeypatch.setattr("common.models.equivalence.mean_kl", lambda first, second: 0.011)
     message = "expected a KL of at most 0.01 from the source, found 1.10e-02"
     expect_error(message, "04_align.py", "--run", home, "--force")
-
-
-@pytest.mark.slow
-def test_a_source_in_the_place_of_the_outputs_is_refused(aligned_run, inputs, tmp_path):
-    """merged/ of another run is the model to convert: --force would replace it."""
-    home, other = copy_run(aligned_run, tmp_path / "run"), tmp_path / "other"
-    run("01_calibrate.py", "--run", other, "--model", home / "merged", "--text", inputs["text"],
-        "--sequences", 2, "--length", 20)
-    run("02_similarity.py", "--run", other)
-    run("03_group.py", "--run", other, "--kv-heads", 1)
-    before = checkpoint_digests(home)
-    expect_error("expected another directory than that of the source model", "04_align.py", "--run", home,
-                 "--calibration", other / "calibration", "--groups", other / "groups", "--force")
-    assert checkpoint_digests(home) == before

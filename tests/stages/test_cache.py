@@ -6,7 +6,7 @@ import torch
 from common.models.load import load_model
 from common.models.quantized_cache import LAYOUTS, parse_cache, quantized
 from models import save_tiny
-from runs import calibrate_arguments, digests, evaluate_arguments, expect_error, read, run
+from runs import calibrate_arguments, digests, evaluate_arguments, read, run
 
 pytestmark = pytest.mark.slow
 
@@ -51,31 +51,6 @@ def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs
             assert not torch.equal(model(input_ids=tokens).logits, before)
     card = " ".join((wide_run / "gqa/README.md").read_text().split())
     assert "so that a four-bit cache loses less in the layout halves: " in card
-
-
-def test_numbers_of_heads_are_compared_on_text_that_the_calibration_has_not_read(wide_run, inputs, tmp_path):
-    """By 04_align.py's own figures of the same tokens."""
-    for name in ("kv2", "kv1"):
-        run("03_group.py", "--run", tmp_path / name, "--similarity", wide_run / "similarity",
-            "--kv-heads", name[2:])
-        run("04_align.py", "--run", tmp_path / name, "--calibration", wide_run / "calibration")
-    models = [f"source={wide_run.parent / 'model'}", *(f"{name}={tmp_path / name}/merged"
-                                                       for name in ("kv2", "kv1"))]
-    command = ["07_eval.py", "--run", tmp_path, "--tasks", "none", "--text", wide_run / "calibration",
-               "--sequences", 4, "--cache", "q4_0", "--model", *models]
-    done = run(*command)
-    texts = [line for line in done.stdout.splitlines() if line.startswith("reads") and "text.txt: " in line]
-    assert len(texts) == 1
-    results = read(tmp_path / "eval/stage.json")["results"]
-    for name, metrics in list(results.items())[1:]:
-        summary = read(tmp_path / name / "merged/stage.json")["summary"]
-        assert metrics["kl"] == pytest.approx(summary["kl_merged"], rel=1e-4)
-        assert metrics["perplexity"] == pytest.approx(summary["perplexity_merged"], rel=1e-5)
-        assert metrics["caches"]["f16"]["pairs"]["kl"] == pytest.approx(metrics["kl"], rel=1e-2)
-    assert (tmp_path / "eval/frontier.png").exists()
-    run("pipelines/report.py", "--run", tmp_path)
-    assert 'alt="frontier.png"' in (tmp_path / "report.html").read_text()
-    expect_error("--bos, --no-bos: expected none with --text", *command, "--update", "--bos")
 
 
 def test_heads_without_blocks_keep_their_basis(aligned_run, inputs, tmp_path):
