@@ -76,26 +76,25 @@ def parse():
     return parser.parse_args()
 
 
-def read_records(directories: list[str], merged: str) -> tuple[dict | None, dict]:
-    """The records of train/ (None for an untrained export) and of stage 4, from the `directories` read.
+def read_records(training: str | None, aligned: str, merged: str) -> tuple[dict | None, dict]:
+    """The records of train/, None for an untrained export, and of aligned/, then merged/ itself.
 
     Raises UserError unless they are intact and the student was trained from this aligned/ and merged/.
     """
-    *training, aligned = directories
     alignment = read_record(aligned, "04_align.py")
     verify_files(aligned, alignment)
-    for path in training:
-        trained = read_record(path, "05_prune_train.py")
-        if "kv_heads" not in trained["summary"]:
-            raise UserError(f"{path}: expected a trained student, found a teacher")
-        check_same_model(path, alignment["model"], trained["model"])
-        check_input(trained, aligned)
-        if os.path.isdir(merged):
-            check_input(read_record(merged, "04_align.py"), aligned)
-            check_input(trained, merged)
-        verify_files(path, trained)
-        return trained, alignment
-    return None, alignment
+    if training is None:
+        return None, alignment
+    trained = read_record(training, "05_prune_train.py")
+    if "kv_heads" not in trained["summary"]:
+        raise UserError(f"{training}: expected a trained student, found a teacher")
+    check_same_model(training, alignment["model"], trained["model"])
+    check_input(trained, aligned)
+    if os.path.isdir(merged):
+        check_input(read_record(merged, "04_align.py"), aligned)
+        check_input(trained, merged)
+    verify_files(training, trained)
+    return trained, alignment
 
 
 def chosen_weights(training: str, trained: dict) -> checkpoints.TrainedWeights:
@@ -187,7 +186,7 @@ def check_export(directory: str, expected: list[torch.Tensor], tokens: torch.Ten
         relative = ROUNDED if layout else LOGIT_TOLERANCE
         allowed = relative * max(1.0, *(float(logits.abs().max()) for logits in expected))
         require_close("the export, loaded back, differs from the student", difference, allowed)
-    print(f"check   the student against export, loaded back as {dtype}: max |logit difference| "
+    print(f"check   what was read against export, loaded back as {dtype}: max |logit difference| "
           f"{difference:.2e}")
     return difference
 
@@ -198,12 +197,12 @@ def main():
     names = (flags.named("train", args.name), "aligned", "merged", flags.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
     calibration = os.path.join(args.run, "calibration")
-    directories = [merged] if args.untrained else [training, aligned]
-    inputs = input_digests(args.run, directories + [calibration] * bool(args.cache_basis))
-    started = begin_stage("06_export.py", args, output, inputs=inputs)
-    trained, alignment = read_records(directories, merged)
+    training, source = (None, merged) if args.untrained else (training, aligned)
+    read = [path for path in (training, source, args.cache_basis and calibration) if path]
+    started = begin_stage("06_export.py", args, output, inputs=input_digests(args.run, read))
+    trained, alignment = read_records(training, source, merged)
     refuse_own_source(alignment["model"], output)
-    source, kv_heads = directories[-1], alignment["summary"]["kv_heads"]
+    kv_heads = alignment["summary"]["kv_heads"]
     config = merged_config(load_config(source), kv_heads)  # with the dtype of its weights
     layout, dtype = usable_layout(args.cache_basis, config), weight_dtype(args.dtype, config)
     weights = chosen_weights(training, trained) if trained else None

@@ -15,7 +15,7 @@ from common.data import decoding
 from common.data.rows import Sample
 from common.models.attention import window_mask
 from common.models.edits import fuse_layer
-from common.models.families import check_kv_heads, geometry, head_parameters, merged_modules, watch_heads
+from common.models.families import check_kv_heads, geometry, head_parameters, merged_modules
 from common.models.forward import embedded, run_layer
 from common.models.forward import logits_of as logits_behind
 from common.models.layers import Layers
@@ -73,26 +73,6 @@ def test_a_fused_projection_is_blended_by_its_parts():
     masks_of_heads = torch.cat((z.repeat_interleave(2), z, z)).view(16, 1, 1)
     expected = (masks_of_heads * own + (1 - masks_of_heads) * heads).flatten(0, 1)
     torch.testing.assert_close(projection(x), x @ expected.T, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("family", "norms"), [("llama", ""), ("qwen3", ""), ("olmo2", "qk"), ("phi3", "")])
-def test_heads_are_watched_behind_norms_over_all_of_them(family, norms):
-    """And as parts of a fused projection."""
-    model, watched, inputs = tiny_model(model_type=family, num_key_value_heads=4), {}, []
-    attention = model.model.layers[0].self_attn
-    watch_heads(attention, lambda letter, vectors: watched.update({letter: vectors.flatten(-2)}))
-    projection = attention.get_submodule("qkv_proj" if family == "phi3" else "q_proj")
-    projection.register_forward_pre_hook(lambda module, given: inputs.extend(given))
-    model(torch.arange(5)[None])
-    for letter, rows in {"q": slice(0, 64), "k": slice(64, 96), "v": slice(96, 128)}.items():
-        if family == "phi3":
-            expected = inputs[0] @ projection.weight[rows].T
-        else:
-            expected = attention.get_submodule(f"{letter}_proj")(inputs[0])
-        if letter in norms:
-            expected = attention.get_submodule(f"{letter}_norm")(expected)
-        torch.testing.assert_close(watched[letter], expected)
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
