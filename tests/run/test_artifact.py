@@ -1,7 +1,6 @@
 """Artifacts come back as written, or are refused; a stage makes each once; what was complete is intact."""
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -327,25 +326,19 @@ def test_inputs_are_identified_by_content(args):
         artifact.check_input(record, str(path))
 
 
-@pytest.mark.parametrize(("value", "message"), [
-    (math.nan, "NaN or Inf in value.raw"), (-math.inf, "NaN or Inf in value.raw"),
-    (2, "is not as it was written"),
-])
-def test_a_layer_of_another_calibration_or_one_with_NaN_is_refused(tmp_path, value, message):
+def test_a_layer_of_another_calibration_is_refused(tmp_path):
     """A calibration may be replaced while a stage reads it layer by layer."""
     grams = torch.ones(10, 8, 8)  # of SMALL_MODEL's 4 kv heads
-    values = grams.clone()
-    values[-1, -1, -1] = value
+    values = 2 * grams
     for index in range(SMALL_MODEL["layers"]):
         calibration.write_layer(str(tmp_path), index, {"key.raw": grams, "value.raw": values})
     calibration.write_tokens(str(tmp_path), torch.zeros(2, 32))
     artifact.write_record(str(tmp_path), valid_record("01_calibrate.py"))
     opened = calibration.Calibration(str(tmp_path))
     assert opened.tokens().shape == (2, 32)
-    if math.isfinite(value):
-        assert opened.layer(0)["value.raw"].equal(values)
-        calibration.write_layer(str(tmp_path), 0, {"key.raw": grams, "value.raw": -values})
-    with pytest.raises(UserError, match=f"layer-00000.safetensors:? {message}"):
+    assert opened.layer(0)["value.raw"].equal(values)
+    calibration.write_layer(str(tmp_path), 0, {"key.raw": grams, "value.raw": -values})
+    with pytest.raises(UserError, match="layer-00000.safetensors is not as it was written"):
         opened.layer(0)
 
 
