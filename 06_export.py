@@ -18,7 +18,7 @@ unexpected one stops the export. The checkpoint is loaded back, and its logits a
 student's; in float32 they must be equal up to rounding.
 
 --cache-basis changes the basis of keys and values to one in which a four-bit cache loses less; the model's
-function stays. What is good for one client may be bad for others. It reads RUN/calibration/.
+function stays. What is good for one client may be bad for others. It reads the calibration that stage 4 read.
 """
 
 import common.run.openmp  # noqa: F401 - before torch
@@ -46,6 +46,7 @@ from common.run.artifact import (
     input_digests,
     read_record,
     refuse_own_source,
+    resolved,
     verify_files,
     write_directory,
     write_record,
@@ -164,6 +165,12 @@ def usable_layout(asked: str | None, config) -> str | None:
     return asked if usable else None
 
 
+def calibration_of(run: str, source: str) -> str:
+    """The calibration that stage 4 read for an artifact of a run directory: its own, or another run's."""
+    inputs = resolved(run, list(read_record(source, "04_align.py")["inputs"]))
+    return next(path for path in inputs if os.path.basename(path) == "calibration")
+
+
 def basis_text(directory: str, alignment: dict) -> torch.Tensor:
     """The first tokens of a calibration, [n, T], which must be of the source model."""
     calibration, (sequences, length) = Calibration(directory), BASIS_TEXT
@@ -196,9 +203,9 @@ def main():
     args = parse()
     names = (flags.named("train", args.name), "aligned", "merged", flags.named("gqa", args.name))
     training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
-    calibration = os.path.join(args.run, "calibration")
     training, source = (None, merged) if args.untrained else (training, aligned)
-    read = [path for path in (training, source, args.cache_basis and calibration) if path]
+    calibration = calibration_of(args.run, source) if args.cache_basis else None
+    read = [path for path in (training, source, calibration) if path]
     started = begin_stage("06_export.py", args, output, inputs=input_digests(args.run, read))
     trained, alignment = read_records(training, source, merged)
     refuse_own_source(alignment["model"], output)

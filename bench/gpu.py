@@ -52,11 +52,6 @@ class Row:
     log: list[str]  # lines
 
     @property
-    def runner(self) -> str:
-        """What ran the command."""
-        return "bash" if self.command.startswith("pipelines/") else "python"
-
-    @property
     def verdict(self) -> str:
         if self.code in (0, LEFT_OUT):
             return "left out" if self.code else "passed"
@@ -185,7 +180,7 @@ def write_report(directory: str, machine: dict[str, str], rows: list[Row]) -> st
              untested(rows), "## Failures", *(failures or ["None."]), step_tables(rows),
              *(table(row) for row in rows if row.scalars and "step_over_floor" not in row.scalars),
              *(["## What was printed last", *printed] if printed else []),
-             "## Commands", "\n".join(f"    {row.runner} {row.command}" for row in rows)]
+             "## Commands", "\n".join(f"    python {row.command}" for row in rows)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -4,7 +4,7 @@
 #
 #   bash pipelines/gpu.sh                 # tests of all stages against the CPU, of training killed and
 #                                         # resumed on all GPUs, and benchmarks: some ten minutes on one GPU
-#   MODEL=... KV_HEADS=... bash pipelines/gpu.sh record  # make convert, and what the converted model can do
+#   MODEL=... KV_HEADS=... bash pipelines/gpu.sh record  # pipelines.convert, and what its model can do
 #   MODEL=... KV_HEADS=... bash pipelines/gpu.sh refit   # stages 1 to 4 by tokens of calibration, and the KL
 #   bash pipelines/gpu.sh 7b              # all but training, of random weights of LLaMA2-7B's shape
 #   bash pipelines/gpu.sh 7b-layerwise    # the same, a layer in memory at a time
@@ -15,8 +15,9 @@
 #   OUT     logs and results.json (runs/gpu for tests, runs/gpu-PART)
 #   LIMIT   seconds for everything (835)
 #   WORK    models and runs of parts other than tests, which go on there by the same command (runs/gpu-work)
-#   OTHER   text to measure record and refit on beside the model's own, as --text of stage 7 (demo); they take
-#           the settings of convert.sh, too
+#   TEXT    what record trains and refit calibrates on, as --text of stage 1 (generated)
+#   OTHER   text to measure both on beside it, as --text of stage 7 (demo)
+#   FLAGS   more flags of pipelines.convert for record
 #   COMMIT  of this source, where there is no repository
 #   GPU_TESTS_ON=cpu  tries all of this on a CPU, with small models; the report is OUT/report.md
 #
@@ -52,13 +53,12 @@ mkdir -p "$OUT"
 rm -f "$OUT/results.json"
 : > "$OUT/rows.tsv"
 
-# row NAME SECONDS ARGUMENTS...: run Python, or a pipeline, with a time limit; its output goes to
+# row NAME SECONDS ARGUMENTS...: run Python with a time limit; its output goes to
 # OUT/NAME.log, its exit code and the most memory of the first GPU that was in use, in MiB, to OUT/rows.tsv
 row() {
-  local name=$1 limit=$2 began=$SECONDS code=0 runs=$PYTHON used=0 watch= command
+  local name=$1 limit=$2 began=$SECONDS code=0 used=0 watch= command
   shift 2
   printf -v command '%q ' "$@"
-  [[ $1 != pipelines/*.sh ]] || runs=bash
   if ((limit > LIMIT - SECONDS)) || [[ $DEVICE == cpu ]]; then limit=$((LIMIT - SECONDS)); fi
   if ((limit > 0)); then
     echo "$name: $command"
@@ -66,7 +66,7 @@ row() {
       nvidia-smi -i 0 -l 1 --query-gpu=memory.used --format=csv,noheader,nounits > "$OUT/$name.mib" &
       watch=$!
     fi
-    timeout -k 10 "$limit" "$runs" "$@" > "$OUT/$name.log" 2>&1 || code=$?
+    timeout -k 10 "$limit" "$PYTHON" "$@" > "$OUT/$name.log" 2>&1 || code=$?
     [ -z "$watch" ] || { kill "$watch"; used=$(sort -n "$OUT/$name.mib" | tail -n 1); }
   else
     code=left-out
@@ -115,7 +115,8 @@ print(source_model(read_record(f'{run}/calibration', '01_calibrate.py'), run)['p
 record() {
   local run=$WORK/record source trained lengths=
   [[ $DEVICE != cpu ]] || lengths="--lengths 200"
-  RUN=$run row convert "$LIMIT" pipelines/convert.sh
+  row convert "$LIMIT" -m pipelines.convert --run "$run" --model "$MODEL" ${KV_HEADS:+--kv-heads "$KV_HEADS"} \
+    --text "${TEXT:-generated}" ${FLAGS:-}
   source=$(source_of "$run") || return 0
   trained=("merged=$run/merged" "trained=$run/gqa")
   row other 120 07_eval.py --run "$WORK/other" --update --tasks none --text "$OTHER" \
@@ -131,7 +132,7 @@ refit() {
   [[ $DEVICE != cpu ]] || sizes="8 16" length=128
   for size in $sizes; do
     run=$WORK/refit-$size
-    row "calibrate-$size" "$LIMIT" 01_calibrate.py --run "$run" --model "$MODEL" --text "${calibrated%% *}" \
+    row "calibrate-$size" "$LIMIT" 01_calibrate.py --run "$run" --model "$MODEL" --text "$calibrated" \
       --sequences "$size" --length "$length"
     row "similarity-$size" "$LIMIT" 02_similarity.py --run "$run" --energy
     row "group-$size" "$LIMIT" 03_group.py --run "$run" --by energy ${KV_HEADS:+--kv-heads "$KV_HEADS"}

@@ -1,0 +1,180 @@
+"""pipelines.convert: the stages' flags, what is refused before the first of them, and whole conversions."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import save_tiny
+from pipelines import convert
+from runs import expect_error, run
+
+CONVERT = "pipelines/convert.py"
+SETTINGS = ["--model=a model.gguf", "--kv-heads", "2", "--tokens", "5000", "--text", "c4",
+            "generated:README.md", "--chat", "generated"]
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """planned(WORDS): the stages that these flags would run, as command lines, in order, and their processes;
+    with the run directory as RUN.
+    """
+    home = tmp_path / "it's a [1] run *"
+
+    def record(*words: str) -> list[str]:
+        monkeypatch.setattr("sys.argv", ["convert", "--run", str(home), *words])
+        lines = []
+
+        class Recorder(convert.Stages):
+            def run(self, script, *given, processes=1):
+                line = shlex.join(word.replace(str(home), "RUN") for word in (script, *given))
+                lines.append(f"{processes} x {line}" if processes > 1 else line)
+
+        monkeypatch.setattr(convert, "Stages", Recorder)
+        monkeypatch.setattr(convert.Commands, "check", lambda _: None)
+        monkeypatch.setattr(convert, "read_text", lambda path: "table")
+        monkeypatch.setattr(convert, "read_record", lambda *_: {"model": {"kv_heads": 16}})
+        monkeypatch.setattr(convert, "source_model", lambda *_: {"path": "source"})
+        convert.main()
+        return lines
+
+    return record
+
+
+def after(flag: str, line: str) -> str:
+    words = shlex.split(line)
+    return words[words.index(flag) + 1]
+
+
+def test_the_recommended_road(planned, tmp_path):
+    """Export and evaluation are made again after another training; what it held out is measured."""
+    train = tmp_path / "it's a [1] run *" / "train"
+    train.mkdir(parents=True)
+    for name in ("heldout.npy", "heldout_chats.jsonl"):
+        (train / name).touch()
+    dtype = convert.cost.processor_dtype()
+    assert planned(*SETTINGS, "--processes", "3", "--length", "128", "--tasks", "my tasks", "--only", "piqa",
+                   "siqa", "--prompts", "my prompts", "--", "--lr", "1e-4") == [
+        "01_calibrate.py --run RUN '--model=a model.gguf' --text c4 --chat generated --sequences 128 "
+        "--length 128",
+        "02_similarity.py --run RUN --energy",
+        "03_group.py --run RUN --similarity RUN/similarity --by energy --kv-heads 2",
+        "04_align.py --run RUN --calibration RUN/calibration --merge closed-form --refit attention",
+        "3 x 05_prune_train.py --run-dir RUN --tasks none --text c4 generated:README.md --text-tokens 5000 "
+        f"--chat generated --dtype {dtype} --lr 1e-4",
+        "06_export.py --run RUN --update --cache-basis rotated",
+        "07_eval.py --run RUN --update --tasks 'my tasks' --only piqa siqa --prompts 'my prompts' "
+        "--chat RUN/train/heldout_chats.jsonl --text RUN/train/heldout.npy --cache q8_0 q8_0/q4_0 q4_0",
+        "pipelines/report.py --run RUN"]
+
+
+def test_defaults_take_all_of_a_file_and_some_of_what_does_not_end(planned):
+    calibration, _, grouping, _, train, export, evaluation, _ = planned("--model", "demo", "--basis", "none")
+    assert after("--length", calibration) == "256" and after("--sequences", calibration) == "128"
+    assert "--kv-heads" not in grouping and "--cache-basis" not in export
+    assert after("--text", train) == "generated" and after("--text-tokens", train) == "50000"
+    assert after("--text", evaluation) == "none" and "--chat" not in evaluation
+    calibration, *_, train, _, _, _ = planned("--model", "x", "--text", "README.md")
+    assert after("--length", calibration) == "512" and "--text-tokens" not in train
+
+
+def test_another_runs_calibration(planned):
+    grouping, merge, *_ = planned(*SETTINGS, "--calibrated", "other")
+    assert after("--similarity", grouping) == "other/similarity"
+    assert after("--calibration", merge) == "other/calibration"
+
+
+def test_a_choice_merges_every_number_from_one_calibration(planned):
+    merge = "--calibration RUN/calibration --merge closed-form --refit output"
+    for numbers, words in (([16, 8, 4], ["4", "16", "8"]), ([8, 4, 2, 1], [])):
+        _, similarity, *others = planned("--model", "x", "--choose", *words)
+        assert similarity == "02_similarity.py --run RUN --energy"
+        assert others == [
+            *(f"03_group.py --run RUN/kv{n} --similarity RUN/similarity --by energy --kv-heads {n}"
+              for n in numbers),
+            *(f"04_align.py --run RUN/kv{n} {merge}" for n in numbers),
+            "07_eval.py --run RUN/choose --update --model source=source "
+            f"{' '.join(f'kv{n}=RUN/kv{n}/merged' for n in numbers)} --tasks none --text RUN/calibration "
+            "--sequences 16 --cache q8_0 q8_0/q4_0 q4_0"]
+
+
+@pytest.mark.parametrize(("words", "compiler", "compiled"), [
+    ([], "bash", True), ([], "no-compiler", False), (["--tokens", "9999999"], "bash", False),
+    (["--", "--deterministic"], "bash", False)])
+def test_on_gpus_a_long_training_is_compiled(monkeypatch, words, compiler, compiled):
+    """Where its minute pays for itself and there is a compiler; it need not resume to the same bits."""
+    monkeypatch.setattr("sys.argv", ["convert", "--model", "x", *words])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("CC", compiler)
+    train = convert.Commands(convert.parse()).train
+    assert ("--compile" in train) == compiled and "--dtype" not in train
+
+
+def save(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_what_a_stage_would_refuse_is_refused_before_the_first(tmp_path):
+    chats = save(tmp_path / "chats.jsonl", '{"messages": 3}\n')
+    rows = save(tmp_path / "rows.jsonl", '{"text": "a"}\n{"text": 4}\n')
+    short, empty = save(tmp_path / "short.txt", "a word"), tmp_path / "empty"
+    empty.mkdir()
+    for words, message in (
+        (["--kv-heads", 3], "kv heads: expected one of [1, 2, 4]"),
+        (["--choose", 4, 5], "kv heads: expected one of [1, 2, 4]"),
+        (["--text", "nowhere"], "text nowhere: not found"),
+        (["--text", rows], f"{rows} line 2: column 'text': expected text, found 4"),
+        (["--text", short, "--tokens", 50], "expected 50 tokens (--tokens), found 6 bytes"),
+        (["--text", "demo", "--chat", chats], f"{chats} line 1: "),
+        (["--tasks", empty], "expected TASK.validation.jsonl or .parquet"),
+        (["--prompts", empty], str(empty)),
+        (["--plan", "8xA100"], "expected COUNTxDEVICE"),
+        (["--calibrated", empty], "expected a run directory with a calibration, found none"),
+        (["--", "--text-length", 999999], "--text-length: expected 2 to 256 tokens"),
+        (["--", "--lrr", 1], "unknown flag --lrr"),
+        (["--", "--name=x"], "-- --name=x: expected flags of stage 5"),
+        (["--model", empty], str(empty)),
+    ):
+        expect_error(message, CONVERT, "--model", "demo", "--run", tmp_path / "run", *words)
+    assert not (tmp_path / "run").exists()
+
+
+def times(home: Path) -> dict[Path, int]:
+    """When every JSON file of a run was written."""
+    return {path: path.stat().st_mtime_ns for path in home.rglob("*.json")}
+
+
+@pytest.mark.slow
+def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
+    home, source = tmp_path / "a run", save_tiny(tmp_path / "model", num_key_value_heads=4, head_dim=32)
+    words = ["--model", source, "--run", home, "--sequences", 8, "--length", 64]
+    run(CONVERT, *words, "--choose", fresh=True)
+    results, made = json.loads((home / "choose/eval/stage.json").read_text())["results"], times(home)
+    assert [(name, metrics["kv_heads"]) for name, metrics in results.items()] == [
+        ("source", 4), ("kv2", 2), ("kv1", 1)]
+    assert 0 < results["kv2"]["kl"] < results["kv1"]["kl"]
+    assert all(metrics["perplexity_tokens"] == 16 * 63 for metrics in results.values())
+    assert (home / "choose/eval/frontier.png").read_bytes().startswith(b"\x89PNG")
+    again = run(CONVERT, *words, "--choose", fresh=True)
+    assert again.stdout.count(": complete") == 7 and times(home) == made
+    other = save_tiny(tmp_path / "other", num_key_value_heads=4, head_dim=32)
+    expect_error("calibration: made with --model", CONVERT, *words, "--model", other)
+
+
+@pytest.mark.slow
+def test_convert_end_to_end_then_other_prompts_of_the_same_models(tmp_path):
+    home, source = tmp_path / "a run", save_tiny(tmp_path / "model", head_dim=32)
+    words = ["--model", source, "--run", home, "--kv-heads", 2, "--sequences", 8, "--length", 64, "--tokens",
+             6000]
+    done = run(CONVERT, *words, fresh=True)
+    table = (home / "eval/eval.md").read_text()
+    assert "| gqa              | q4_0 " in table and "What is the capital" in table
+    assert done.stdout.endswith(table) and "time    05_prune_train" in done.stdout
+    made = times(home)
+    other = run(CONVERT, *words, "--prompts", save(tmp_path / "prompts.txt", "Who?\n"), fresh=True)
+    assert "Who?" in other.stdout and "What is the capital" not in other.stdout
+    assert other.stdout.count(": complete") == 6
+    assert {path for path, time in times(home).items() if made[path] != time} == {home / "eval/stage.json"}
