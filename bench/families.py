@@ -1,4 +1,4 @@
-"""Which of transformers' causal language models can be converted: the tables of docs/families.md.
+"""Which of transformers' causal language models can be converted: the tables of docs/FAMILIES.md.
 
     python -m bench.families           # half a minute: writes them
     python -m bench.families --check   # exits with 1 if the file has others
@@ -25,7 +25,7 @@ from common.models.load import empty_model
 from common.run.errors import UserError, run_stage
 from common.run.flags import Parser
 
-DOCUMENT = os.path.join(os.path.dirname(__file__), os.pardir, "docs", "families.md")
+DOCUMENT = os.path.join(os.path.dirname(__file__), os.pardir, "docs", "FAMILIES.md")
 BEGIN, END = "<!-- python -m bench.families -->\n", "<!-- end -->\n"
 SIZES = {
     "vocab_size": 260, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -100,7 +100,7 @@ def features(config) -> list[str]:
 
 
 def tables() -> str:
-    """The part of docs/families.md between its marks."""
+    """The part of docs/FAMILIES.md between its marks."""
     refused, lines = collections.defaultdict(list), []
     for model_type, config in buildable().items():
         reason = verdict(config)

@@ -1,4 +1,4 @@
-"""The tables of docs/paper.md: the paper's Tables 1 and 2, what makes each row, and ours where they were run.
+"""The tables of docs/PAPER.md: the paper's Tables 1 and 2, what makes each row, and ours where they were run.
 
     python -m pipelines.published                                   # the published numbers
     python -m pipelines.published --runs runs/table1 runs/table2    # and ours, from each RUN/eval/
@@ -20,7 +20,7 @@ from common.run.files import read_text, write_text
 from common.run.flags import Parser
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-PAGE, BEGIN = os.path.join(HERE, os.pardir, "docs", "paper.md"), "<!-- python -m pipelines.published -->\n"
+PAGE, BEGIN = os.path.join(HERE, os.pardir, "docs", "PAPER.md"), "<!-- python -m pipelines.published -->\n"
 MODELS = {"table1.sh": ("LLaMA2-7B", (32, 32, 4096)),  # layers, heads, hidden size
           "table2.sh": ("Sheared-LLaMA-1.3B", (24, 16, 2048))}
 QUESTIONS = [PUBLISHED_SIZES[task][1] for task in TASKS]

@@ -191,8 +191,8 @@ def noisy(model_type: str, **changes):
 
 
 def documented(table: str) -> dict[str, str]:
-    """The rows of one of the generated tables in docs/families.md: first entry -> second."""
-    text = (ROOT / "docs" / "families.md").read_text().split(table)[1].strip().split("\n\n")[0]
+    """The rows of one of the generated tables in docs/FAMILIES.md: first entry -> second."""
+    text = (ROOT / "docs" / "FAMILIES.md").read_text().split(table)[1].strip().split("\n\n")[0]
     return dict(line.strip("| ").split(" | ")[:2] for line in text.splitlines()[2:])
 
 

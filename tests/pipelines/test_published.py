@@ -1,4 +1,4 @@
-"""pipelines/published.py: docs/paper.md is what it writes, commands make their rows, ours come from runs."""
+"""pipelines/published.py: docs/PAPER.md is what it writes, commands make their rows, ours come from runs."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from pipelines import published
 from runs import run, valid_record
 from torchrun import ROOT
 
-PAGE = (ROOT / "docs/paper.md").read_text()
+PAGE = (ROOT / "docs/PAPER.md").read_text()
 ROWS = [[cell.strip(" `") for cell in line.split("|")[1:-1]]
         for line in PAGE.splitlines() if line.startswith("| `")]
 

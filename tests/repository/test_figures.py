@@ -1,8 +1,6 @@
-"""Figures that stand in several documents: each copy is its source, rounded.
+"""Numbers that README.md repeats from bench/RESULTS.md: each copy is its source, rounded.
 
-bench/RESULTS.md is the source of what benches measure; docs/smollm2.md is that of `make smollm2`'s table.
-A place is (file, cells of a table's header, words of a row, cell of the column), or (file, a sentence around
-the figure, which stands for itself as {}).
+A place is (file, cells of a table's header, words of a row, cell of the column).
 """
 
 import itertools
@@ -12,23 +10,15 @@ import pytest
 
 from torchrun import ROOT
 
-RESULTS, REAL = "bench/RESULTS.md", "docs/smollm2.md"
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 
-TASKS = RESULTS, "trained on | tokens | exact match, 8 tasks | perplexity of code"
-RECOVERY = RESULTS, "merged by | batch | learning rate | tokens | perplexity | above the source | KL | top-1"
+TASKS = "bench/RESULTS.md", "trained on | tokens | exact match, 8 tasks | perplexity of code"
 DEMO = "README.md", " | teacher | mean-pool, untrained | aligned, untrained | mean-pool | aligned"
-SMOLLM2 = REAL, ("3 -> 1 kv heads | KV bytes per token | perplexity (loss), default context | "
-                 "perplexity, `--key-context 512`")
 TASK_ROWS = {"mean-pool, untrained": "mean-pool, untrained", "aligned, untrained": "aligned, untrained",
              "mean-pool": "mean-pool, tasks and text", "aligned": "aligned, tasks and text"}
 COPIES = [
-    *(((*DEMO, figure, column), (*TASKS, row, measured)) for column, row in TASK_ROWS.items()
-      for figure, measured in (("exact match", "exact match, 8 tasks"),
-                               ("perplexity of code", "perplexity of code"))),
-    ((*SMOLLM2, "| closed form |", "perplexity, `--key-context 512`"), (RESULTS, "without a refit ({})")),
-    ((*SMOLLM2, "the paper", "perplexity (loss), default context"),
-     (*RECOVERY, "| the paper: rotations and mean |  |", "perplexity")),
+    ((*DEMO, metric, column), (*TASKS, row, measured)) for column, row in TASK_ROWS.items()
+    for metric, measured in (("exact match", "exact match, 8 tasks"), ("perplexity of code", "perplexity of code"))
 ]
 
 
@@ -42,14 +32,9 @@ def spaced(line: str) -> str:
 
 
 def look_up(place: tuple[str, ...]) -> str:
-    """The text of a cell, or the figure in a sentence. Fails unless the place names exactly one."""
-    text = (ROOT / place[0]).read_text()
-    if len(place) == 2:
-        before, after = map(re.escape, place[1].split("{}"))
-        matches = re.findall(f"{before}({NUMBER}){after}", re.sub(r"\s+", " ", text))
-        assert len(matches) == 1, f"{place}: {matches}"
-        return matches[0]
-    _, header, row, column = place
+    """The text of a cell. Fails unless the place names exactly one."""
+    name, header, row, column = place
+    text = (ROOT / name).read_text()
     lines = text.splitlines()
     begins = [number for number, line in enumerate(lines) if cells(line) == cells(f"|{header}|")]
     assert begins, f"{place}: no such table"
