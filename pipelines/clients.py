@@ -68,8 +68,7 @@ class Result:
     def __str__(self) -> str:
         if self.refusal:
             return textwrap.shorten(self.refusal, 160)
-        return "logits within {:.0e}, tokens {}/{}, texts {}/{}".format(
-            self.difference, *self.tokens, *self.texts)
+        return "{:.0e}, {}/{}, {}/{}".format(self.difference, *self.tokens, *self.texts)
 
 
 def worse(source: Result, export: Result) -> bool:

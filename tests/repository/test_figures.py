@@ -17,8 +17,8 @@ DEMO = "README.md", " | teacher | mean-pool, untrained | aligned, untrained | me
 TASK_ROWS = {"mean-pool, untrained": "mean-pool, untrained", "aligned, untrained": "aligned, untrained",
              "mean-pool": "mean-pool, tasks and text", "aligned": "aligned, tasks and text"}
 COPIES = [
-    ((*DEMO, metric, column), (*TASKS, row, measured)) for column, row in TASK_ROWS.items()
-    for metric, measured in (("exact match", "exact match, 8 tasks"), ("perplexity of code", "perplexity of code"))
+    ((*DEMO, metric, column), (*TASKS, row, metric)) for column, row in TASK_ROWS.items()
+    for metric in ("exact match, 8 tasks", "perplexity of code")
 ]
 
 
