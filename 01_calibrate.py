@@ -1,6 +1,6 @@
 """Stage 1: run text through the model and collect statistics of its key and value heads.
 
-Reads   a checkpoint of a model that can be converted (docs/families.md), which it proves first, and text;
+Reads   a checkpoint of a model that can be converted (docs/FAMILIES.md), which it proves first, and text;
         or a GGUF file, dequantized once into RUN/source/, which later stages read
 Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
         unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging, of

@@ -1,4 +1,4 @@
-"""Which of transformers' causal language models can be converted: the tables of docs/families.md.
+"""Which of transformers' causal language models can be converted: the tables of docs/FAMILIES.md.
 
     python -m bench.families           # half a minute: writes them
     python -m bench.families --check   # exits with 1 if the file has others
@@ -25,7 +25,7 @@ from common.models.load import empty_model
 from common.run.errors import UserError, run_stage
 from common.run.flags import Parser
 
-DOCUMENT = os.path.join(os.path.dirname(__file__), os.pardir, "docs", "families.md")
+DOCUMENT = os.path.join(os.path.dirname(__file__), os.pardir, "docs", "FAMILIES.md")
 BEGIN, END = "<!-- python -m bench.families -->\n", "<!-- end -->\n"
 SIZES = {
     "vocab_size": 260, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -76,6 +76,8 @@ def verdict(config) -> str | None:
     except UserError as error:
         return str(error).partition("cannot be converted: ")[2] or str(error).removeprefix(": ")
     return None
+
+
 def features(config) -> list[str]:
     """What the heads and layers of a convertible model have that those of a Llama have not."""
     model = empty_model("", config, torch.float32)
@@ -99,26 +101,29 @@ def features(config) -> list[str]:
     return [name for name, has in found.items() if has]
 
 
+def rows(header: str, named: dict[str, list[str]]) -> list[str]:
+    """A table's lines, the longest lists first. named: the first cell -> the model types of the second."""
+    ordered = sorted(named.items(), key=lambda pair: (-len(pair[1]), pair[0]))
+    return [f"| {header} | `model_type` |", "| --- | --- |",
+            *(f"| {cell} | {', '.join(names)} |" for cell, names in ordered)]
+
+
 def tables() -> str:
-    """The part of docs/families.md between its marks."""
-    refused, lines = collections.defaultdict(list), []
+    """The part of docs/FAMILIES.md between its marks."""
+    refused, convertible = collections.defaultdict(list), collections.defaultdict(list)
     for model_type, config in buildable().items():
         reason = verdict(config)
         if reason is None:
-            name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-            lines.append(f"| `{model_type}` | {name} | {', '.join(features(config))} |")
+            convertible[", ".join(features(config)) or "nothing"].append(f"`{model_type}`")
         else:
             refused[reason].append(f"`{model_type}`")
-    reasons = sorted(refused.items(), key=lambda pair: (-len(pair[1]), pair[0]))
-    counted = sum(map(len, refused.values()))
-    of, version = len(lines) + counted, transformers.__version__
+    taken, counted = (sum(map(len, found.values())) for found in (convertible, refused))
     return "\n".join([
-        f"Of the {of} causal language models of transformers {version} that can be built small, {len(lines)} "
-        "are convertible:\n",
-        "| `model_type` | class | beside a Llama's |", "| --- | --- | --- |", *lines,
+        f"Of the {taken + counted} causal language models of transformers {transformers.__version__} that "
+        f"can be built small, {taken} are convertible:\n",
+        *rows("in which they differ from a Llama", convertible),
         f"\nThe other {counted} are refused:\n",
-        "| because | `model_type` |", "| --- | --- |",
-        *(f"| {reason} | {', '.join(names)} |" for reason, names in reasons), ""])
+        *rows("because", refused), ""])
 
 
 def main() -> int:

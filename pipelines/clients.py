@@ -68,8 +68,7 @@ class Result:
     def __str__(self) -> str:
         if self.refusal:
             return textwrap.shorten(self.refusal, 160)
-        return "logits within {:.0e}, tokens {}/{}, texts {}/{}".format(
-            self.difference, *self.tokens, *self.texts)
+        return "{:.0e}, {}/{}, {}/{}".format(self.difference, *self.tokens, *self.texts)
 
 
 def worse(source: Result, export: Result) -> bool:
@@ -91,7 +90,7 @@ def parse():
     parser.add_argument("--source", metavar="DIR", help="a checkpoint of yours instead of the random ones")
     parser.add_argument("--kv-heads", type=positive, default=2, help="of the exports (2)")
     parser.add_argument("--run", default="runs/clients", help="where everything goes (runs/clients)")
-    parser.add_argument("--write", action="store_true", help="put the rows in the table of docs/clients.md")
+    parser.add_argument("--write", action="store_true", help="put the rows in the table of docs/CLIENTS.md")
     return parser.parse_args()
 
 
@@ -254,7 +253,7 @@ def main() -> int:
     print(table)
     write_text(os.path.join(args.run, "clients.md"), table + "\n")
     if args.write:
-        page = os.path.join(ROOT, "docs", "clients.md")
+        page = os.path.join(ROOT, "docs", "CLIENTS.md")
         before, _, rest = read_text(page).partition(MARKS[0])
         earlier, _, after = rest.partition(MARKS[1])
         measured = {(client, kind) for client, kind, *_ in rows}

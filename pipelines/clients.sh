@@ -4,7 +4,7 @@
 #   bash pipelines/clients.sh                               # small random models of eight kinds, every client
 #   bash pipelines/clients.sh --clients mlx-lm --kinds qwen2
 #   bash pipelines/clients.sh --source DIR --kv-heads 4     # a checkpoint of yours
-#   bash pipelines/clients.sh --write                       # put the rows in docs/clients.md
+#   bash pipelines/clients.sh --write                       # put the rows in docs/CLIENTS.md
 #
 #   PYTHON   interpreter (python), with requirements-dev.txt      PRE   see gguf.sh, with --source
 #

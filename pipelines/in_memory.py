@@ -1,4 +1,4 @@
-"""Stages 1 to 4 on a transformers model in memory; docs/closed_form.md has an example that runs.
+"""Stages 1 to 4 on a transformers model in memory; docs/METHOD.md has an example that runs.
 
 It calls what the stages call, with their defaults, and the result has the tensors of their merged/, bit for
 bit. All statistics (7 GiB for a 7B model) and a float32 copy of the model are in memory. The proof of stage 1

@@ -1,7 +1,7 @@
-"""The tables of docs/paper.md: the paper's Tables 1 and 2, what makes each row, and ours where they were run.
+"""The tables of docs/PAPER.md: rows of the paper's Tables 1 and 2 that were run, as published and ours.
 
-    python -m pipelines.published                                   # the published numbers
-    python -m pipelines.published --runs runs/table1 runs/table2    # and ours, from each RUN/eval/
+    python -m pipelines.published                                   # no rows: how to make them
+    python -m pipelines.published --runs runs/table1 runs/table2    # those that each RUN/eval/ has
 
 published.txt has the numbers of the EMNLP version, a row a line: script, name, the tasks' numbers, their
 average, budget. The commands are those that the scripts give to Python.
@@ -20,7 +20,7 @@ from common.run.files import read_text, write_text
 from common.run.flags import Parser
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-PAGE, BEGIN = os.path.join(HERE, os.pardir, "docs", "paper.md"), "<!-- python -m pipelines.published -->\n"
+PAGE, BEGIN = os.path.join(HERE, os.pardir, "docs", "PAPER.md"), "<!-- python -m pipelines.published -->\n"
 MODELS = {"table1.sh": ("LLaMA2-7B", (32, 32, 4096)),  # layers, heads, hidden size
           "table2.sh": ("Sheared-LLaMA-1.3B", (24, 16, 2048))}
 QUESTIONS = [PUBLISHED_SIZES[task][1] for task in TASKS]
@@ -103,19 +103,16 @@ def check(tables: dict[str, dict[str, Row]]) -> str:
 
 
 def table(script: str, rows: dict[str, Row], ours: dict[str, dict]) -> str:
-    """A table of the paper after the commands of its first row. ours: run -> name of a row -> cells."""
+    """Commands of a table's first row, and the rows that were run. ours: run -> name of a row -> cells."""
     made, lines = commands(script), []
     first = next(filter(None, made))
     *before, evaluation = (re.sub(rf" gqa(?!{first[3:]}=)\S+", "", line) for line in made[""])
     for name, row in rows.items():
-        block, _, kind = name.removeprefix("gqa").partition("-")
-        settings = f"`KV={block} ROWS={kind}`" if name in made else "the row that is trained first"
-        lines.append((f"`{name}`", settings, *row.cells, row.average, row.budget))
-        lines += [(f"ours, {os.path.basename(os.path.normpath(run))}", "", *cells[name])
-                  for run, cells in ours.items() if name in cells]
+        found = [(f"ours, {os.path.basename(os.path.normpath(run))}", *cells[name])
+                 for run, cells in ours.items() if name in cells]
+        lines += [(f"`{name}`", *row.cells, row.average, row.budget), *found] if found else []
     block = "\n".join(f"    {line}" for line in (*before, *made[first], evaluation))
-    header = ("row", f"`bash pipelines/{script}` with", *TASKS, "Avg.", "budget")
-    return f"{block}\n\n{markdown_table(header, lines)}"
+    return f"{block}\n\n{markdown_table(('row', *TASKS, 'Avg.', 'budget'), lines)}" if lines else block
 
 
 def tables(runs: list[str]) -> str:

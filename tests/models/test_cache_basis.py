@@ -101,10 +101,10 @@ def test_the_documented_lines_serve_a_model_that_is_not_converted(tmp_path, monk
     source.save_pretrained(tmp_path / "SOURCE")
     byte_tokenizer().save_pretrained(tmp_path / "SOURCE")
     (tmp_path / "TEXT").write_text("".join(map(chr, torch.randint(97, 123, (9000,)).tolist())))
-    document = (ROOT / "docs" / "questions.md").read_text()
+    document = (ROOT / "docs" / "FAQ.md").read_text()
     (code,) = re.findall(r"```python\n(.*?fit_basis.*?)```", document, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "docs/questions.md", "exec"), {})
+    exec(compile(code, "docs/FAQ.md", "exec"), {})
     changed = load_model("OUT")
     with torch.no_grad():
         expected = source(TOKENS).logits

@@ -50,13 +50,16 @@ def test_what_is_worse(source, export, expected):
 
 @pytest.mark.release
 def test_no_client_does_worse_on_the_export(tmp_path):
-    """The clients that install in minutes; each must run every source, but CTranslate2 Llama 3's."""
+    """The clients that install in minutes; each runs the sources that are Llamas or Qwen2, but CTranslate2
+    Llama 3's. Exit code 1: a client does worse.
+    """
     clients = ["transformers-4", "llama.cpp", "mlx-lm", "CTranslate2", "onnxruntime-genai"]
     done = recipe("clients.sh", "--run", tmp_path, "--clients", *clients)
     table = (tmp_path / "clients.md").read_text()
-    assert done.returncode == 0 and "worse" not in table, table + done.stderr
+    assert done.returncode == 0, table + done.stderr
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    rows = [row for row in rows if row[1].strip() in ("llama", "llama3", "qwen2", "sentencepiece")]
     assert len(rows) == 4 * len(clients)
     wrong = {(client.strip("| "), kind.strip()) for client, kind, source, _ in rows
-             if not re.search(r"logits within \S+e-0[4-9]|logits within 0e", source)}
+             if not re.search(r"^ *(\S+e-0[4-9]|0e)", source)}
     assert wrong == {("ctranslate2 4.8.5", "llama3")}

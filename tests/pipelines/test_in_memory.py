@@ -24,7 +24,7 @@ MODELS = [
     {"bias": True}, {"model_type": "qwen3", "tie_word_embeddings": True}, {"model_type": "phi3"},
     {"model_type": "qwen2", "num_key_value_heads": 4, "dtype": torch.bfloat16}]
 WAYS = [("energy", "closed-form", "attention"), ("value", "mean", "output")]  # 64 tokens: a context with gaps
-LINES = (ROOT / "docs" / "closed_form.md").read_text().split("## From Python\n")[1].split("\n## ")[0]
+LINES = (ROOT / "docs" / "METHOD.md").read_text().split("## From Python\n")[1].split("\n## ")[0]
 
 
 def tensors(model) -> dict[str, torch.Tensor]:

@@ -131,7 +131,7 @@ def test_a_plan_refuses_what_stage_1_refuses_and_says_the_same(tmp_path):
 
 def table() -> list[list[str]]:
     """The rows of the manual's table of plans."""
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (ROOT / "docs" / "TRAINING.md").read_text()
     return [[cell.strip() for cell in line.strip("|").split("|")]
             for line in re.findall(r"^\| +\d+B .*$", text, re.MULTILINE)]
 

@@ -1,4 +1,4 @@
-"""AUDIT.md, docs/mathematics.md and the READMEs of related/ name functions and tests that exist.
+"""AUDIT.md, docs/METHOD.md and the READMEs of related/ name functions and tests that exist.
 
 A row is | what | function | test |, | paper | what | function | test | or | paper | what | as printed |
 function | test |: the last two cells are read. The function cell links files and names definitions in them,
@@ -14,7 +14,7 @@ import pytest
 
 from torchrun import ROOT
 
-AUDITS = [ROOT / "AUDIT.md", ROOT / "docs/mathematics.md", *sorted(ROOT.glob("related/*/README.md"))]
+AUDITS = [ROOT / "AUDIT.md", ROOT / "docs/METHOD.md", *sorted(ROOT.glob("related/*/README.md"))]
 
 
 def rows_of(text: str) -> list[tuple[str, list[tuple[str, str]], list[str]]]:

@@ -1,8 +1,6 @@
-"""Figures that stand in several documents: each copy is its source, rounded.
+"""Numbers that README.md repeats from bench/RESULTS.md: each copy is its source, rounded.
 
-bench/RESULTS.md is the source of what benches measure; docs/smollm2.md is that of `make smollm2`'s table.
-A place is (file, cells of a table's header, words of a row, cell of the column), or (file, a sentence around
-the figure, which stands for itself as {}).
+A place is (file, cells of a table's header, words of a row, cell of the column).
 """
 
 import itertools
@@ -12,17 +10,14 @@ import pytest
 
 from torchrun import ROOT
 
-RESULTS, REAL = "bench/RESULTS.md", "docs/smollm2.md"
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 
+RESULTS = "bench/RESULTS.md"
 DEMO = RESULTS, " | teacher | mean-pool, untrained | aligned, untrained | mean-pool | aligned"
 RECORDS = RESULTS, ("conversion | tokens | cost | KL to source | top-1 | perplexity | above the source | "
                     "arc_easy, openbookqa, piqa | commit")
-RECOVERY = RESULTS, "merged by | batch | learning rate | tokens | perplexity | above the source | KL | top-1"
 README = "README.md", ("model, kv heads | trained on | cache | KL to the source, nats | top-1 | "
                        "perplexity (source) | cost | commit, command")
-SMOLLM2 = REAL, ("3 -> 1 kv heads | KV bytes per token | perplexity (loss), default context | "
-                 "perplexity, `--key-context 512`")
 MEASURED = {"KL to the source, nats": ("KL to the teacher, text", "KL to source"),
             "top-1": ("top-1 agreement, text, %", "top-1"),
             "perplexity (source)": ("perplexity of code", "perplexity")}
@@ -32,9 +27,6 @@ COPIES = [
     *(((*README, row, column), (*RECORDS, conversion, record)) for column, (_, record) in MEASURED.items()
       for row, conversion in (("closed form", "| untrained | 0 |"),
                               ("0.5 M tokens of WikiText", "2 x 512 | 0.5 M"))),
-    ((*SMOLLM2, "| closed form |", "perplexity, `--key-context 512`"), (RESULTS, "without a refit ({})")),
-    ((*SMOLLM2, "the paper", "perplexity (loss), default context"),
-     (*RECOVERY, "| the paper: rotations and mean |  |", "perplexity")),
 ]
 
 
@@ -48,14 +40,9 @@ def spaced(line: str) -> str:
 
 
 def look_up(place: tuple[str, ...]) -> str:
-    """The text of a cell, or the figure in a sentence. Fails unless the place names exactly one."""
-    text = (ROOT / place[0]).read_text()
-    if len(place) == 2:
-        before, after = map(re.escape, place[1].split("{}"))
-        matches = re.findall(f"{before}({NUMBER}){after}", re.sub(r"\s+", " ", text))
-        assert len(matches) == 1, f"{place}: {matches}"
-        return matches[0]
-    _, header, row, column = place
+    """The text of a cell. Fails unless the place names exactly one."""
+    name, header, row, column = place
+    text = (ROOT / name).read_text()
     lines = text.splitlines()
     begins = [number for number, line in enumerate(lines) if cells(line) == cells(f"|{header}|")]
     assert begins, f"{place}: no such table"
