@@ -30,8 +30,9 @@ import torch
 from common.data import demo
 from common.data.data_sets import DATA_SET
 from common.data.demo import resolve_model
+from common.data.documents import EXPECTED, digests_of
 from common.data.sources import DataContext, choose_chats, read_sequences
-from common.data.text import EXPECTED, digests_of, sequence_length
+from common.data.text import sequence_length
 from common.models import families, gguf, proof, weights
 from common.models.calibration import (
     BATCH,

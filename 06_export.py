@@ -27,7 +27,7 @@ from statistics import mean
 
 import torch
 
-from common.data.text import NONE
+from common.data.documents import NONE
 from common.evaluation.evaluate import require_finite
 from common.models import proof
 from common.models.cache_basis import CacheSamples, change_basis, fit_basis

@@ -35,10 +35,10 @@ import os
 from pathlib import Path
 
 from common.data import demo
+from common.data.documents import EXPECTED, NONE, digests_of
 from common.data.rows import TABLE_NAMES
 from common.data.sources import CHECKED
 from common.data.tasks import TASKS
-from common.data.text import EXPECTED, NONE, digests_of
 from common.evaluation import compared
 from common.evaluation.compared import Settings, is_calibration
 from common.evaluation.measure import measure_all

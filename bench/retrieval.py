@@ -18,7 +18,8 @@ import statistics
 import torch
 
 from bench.machine import machine, named_directories
-from common.data.text import EVALUATION, load_tokens
+from common.data.documents import EVALUATION
+from common.data.text import load_tokens
 from common.models.load import load_config, load_model, load_tokenizer, pick_device
 from common.reporting.tables import markdown_table
 from common.run.errors import UserError, run_stage

@@ -26,9 +26,10 @@ import torch
 
 from common.data import demo
 from common.data.chat import read_chats
+from common.data.documents import GENERATED, NONE, TRAIN, parse_source
+from common.data.rows import TABLES
 from common.data.sources import check_sources, choose_chats
 from common.data.tasks import TASKS, require_split
-from common.data.text import GENERATED, NONE, TABLES, TRAIN, is_endless, read_documents
 from common.evaluation.compared import read_prompts
 from common.models.families import allowed_kv_heads
 from common.models.load import load_config, source_model
@@ -104,7 +105,7 @@ class Commands:
         home = args.calibrated or args.run
         self.calibration = os.path.join(home, "calibration")
         on_gpus = not args.plan.endswith(cost.CPU) if args.plan else self.gpus > 0
-        endless = any(map(is_endless, (*args.text, *(args.chat or ()))))
+        endless = any(parse_source(source).endless for source in (*args.text, *(args.chat or ())))
         self.tokens = tokens = args.tokens or (
             (GPU_TOKENS if on_gpus else CPU_TOKENS) if endless else None)
         length = args.length or (256 if args.model == demo.DEMO else None if self.gpus else 512)
@@ -189,7 +190,7 @@ def check_rows(text: list[str], chat: list[str], tokens: int | None) -> None:
         for _ in read_chats(path, TRAIN):
             pass
     for path in filter(os.path.isfile, text):
-        for _ in read_documents(path, TRAIN) if path.endswith(TABLES) else ():
+        for _ in parse_source(path).texts(TRAIN) if path.endswith(TABLES) else ():
             pass
         size = os.path.getsize(path)
         if tokens and size < tokens and path.endswith((".txt", ".jsonl")):

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from common.data.text import EVALUATION, load_tokens
+from common.data.documents import EVALUATION
+from common.data.text import load_tokens
 from common.evaluation import evaluate
 from common.models.equivalence import perplexity_of
 from common.models.families import geometry

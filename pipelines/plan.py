@@ -24,11 +24,11 @@ from dataclasses import asdict, fields, replace
 import torch
 
 from common.data import demo
+from common.data.documents import NONE, is_generated
 from common.data.pool import SPLIT, Pool, Sources, generated_rows, load_pool
 from common.data.rows import Sample
 from common.data.sources import CHECKED, DataContext
 from common.data.tasks import PUBLISHED_SIZES
-from common.data.text import NONE, is_generated
 from common.models.calibration import LENGTH, SEQUENCES
 from common.models.families import check_kv_heads, geometry, merged_modules
 from common.models.load import bos_prefix, config_file, empty_model, load_config, load_tokenizer, weight_dtype

@@ -14,7 +14,8 @@ import re
 
 import torch
 
-from common.data.text import EVALUATION, load_tokens
+from common.data.documents import EVALUATION
+from common.data.text import load_tokens
 from common.evaluation.evaluate import cache_bytes_per_token, perplexity
 from common.models.load import load_model, load_tokenizer, source_model
 from common.reporting.plots import drawing

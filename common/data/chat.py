@@ -8,9 +8,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 
-from common.data.data_sets import DATA_SET, is_data_set
+from common.data.data_sets import DATA_SET
+from common.data.documents import PARTS, TRAIN, DataSet, in_part, parse_source
 from common.data.rows import TABLE_NAMES, TABLES, Sample, abbreviated, column, read_rows, text_column
-from common.data.text import PARTS, TRAIN, TooShort, in_part, located
+from common.data.text import TooShort
 from common.models.weights import first_line
 from common.run.errors import UserError
 from common.run.progress import Progress
@@ -25,16 +26,17 @@ def read_chats(source: str, split: str) -> Iterator[tuple[str, list[dict]]]:
 
     Raises UserError for a source or a row that is not what load_chats takes.
     """
-    source, split = located(source, split)
-    if not is_data_set(source) and not (os.path.isfile(source) and source.endswith(TABLES)):
+    kind = parse_source(source)
+    if not isinstance(kind, DataSet) and not (os.path.isfile(source) and source.endswith(TABLES)):
         state = "another name" if os.path.isfile(source) else "no such file"
         raise UserError(f"chats {source}: expected {DATA_SET} or a {TABLE_NAMES} file, found {state}")
-    for place, row in read_rows(source):
+    for place, row in kind.rows():
         try:
             messages = _messages(row)
         except ValueError as error:
             raise UserError(f"{source} {place}: {error}") from error
-        if in_part(json.dumps([[message["role"], message["content"]] for message in messages]), split):
+        content = json.dumps([[message["role"], message["content"]] for message in messages])
+        if in_part(content, kind.part(split)):
             yield place, messages
 
 

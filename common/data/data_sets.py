@@ -21,11 +21,6 @@ BUSY = (429, 500, 502, 503, 504)  # status codes
 COMMITS = {}  # a source -> the commit at which this process reads it
 
 
-def is_data_set(source: str) -> bool:
-    """Whether a source is a data set of the hub, hf:NAME[:CONFIG[:SPLIT]]."""
-    return source.startswith("hf:")
-
-
 def parts_of(source: str) -> tuple[str, str | None, str]:
     """The name, config and split of a source. Raises UserError if it is none."""
     parts = re.fullmatch("hf:([^:]+)(?::([^:]+))?(?::([^:]+))?", source)

@@ -22,6 +22,7 @@ import torch
 from common.data import text
 from common.data.chat import apply_template, fixed_template, render
 from common.data.decoding import SPAN, Decoder
+from common.data.documents import EVALUATION, GENERATED, HELDOUT, PARTS, TRAIN, parse_source
 from common.models.families import geometry
 from common.models.load import end_tokens, fingerprint, load_config, load_model, load_tokenizer
 from common.models.weights import open_checkpoint, shape_of
@@ -30,7 +31,7 @@ from common.run.errors import UserError
 from common.run.files import read_json
 from common.run.progress import Progress
 
-SEEDS = {text.TRAIN: 0, text.HELDOUT: 1}
+SEEDS = {TRAIN: 0, HELDOUT: 1}
 SHORTEST, LONGEST = 32, 64  # tokens of a document that are continued
 # On CPUs float32: in bfloat16 torch's attention of one query takes five times as long, products half as long.
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -134,7 +135,7 @@ def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
     opens; the rest follows it. Raises UserError for a tokenizer without a template, or whose template has no
     user's turn or no generation prompt.
     """
-    template, name = fixed_template(tokenizer, text.GENERATED), tokenizer.name_or_path
+    template, name = fixed_template(tokenizer, GENERATED), tokenizer.name_or_path
     question, reply = "QQQQQQQQ", "AAAAAAAA"  # words that no template writes itself
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     try:
@@ -188,7 +189,7 @@ def rows_at_once(model: str, config, length: int, device: torch.device) -> int:
     return 2 ** max(0, min(GPU_ROWS, math.floor(math.log2(max(1, fitting)))))
 
 
-def generated(source: str, context, sequences: int, length: int, split=text.TRAIN, chats=False) -> np.ndarray:
+def generated(source: str, context, sequences: int, length: int, split=TRAIN, chats=False) -> np.ndarray:
     """[sequences, length] int32, as `sample` returns them, generated unless RUN/tokens/ has them.
 
     context: a DataContext of common/data/sources.py. A text begins with the token that it is sampled after:
@@ -196,8 +197,8 @@ def generated(source: str, context, sequences: int, length: int, split=text.TRAI
     seed of its own and a record: a killed run goes on with the next piece, and the number of ranks, which
     share them, changes nothing. Raises UserError for a model or a template that cannot generate.
     """
-    split = text.HELDOUT if split == text.EVALUATION else split
-    tokenizer, file = load_tokenizer(context.model), source.partition(":")[2]
+    split = HELDOUT if split == EVALUATION else split
+    tokenizer, file = load_tokenizer(context.model), parse_source(source).continued
     if chats and file:
         raise UserError(f"--chat {source}: expected generated, which continues no file, or a file of chats")
     record, script = recorded_script(context, tokenizer, file, length, split, chats)
@@ -228,8 +229,9 @@ def recorded_script(context, tokenizer, file: str, length: int, split: str, chat
     others = [token for token in end_tokens(tokenizer, config.eos_token_id, listed) if token != end]
     form = chat_form(tokenizer) if chats else None
     record = {"source": fingerprint(context.model), "chats": form, "continued": file,
-              "sha256": text.version_of(file), "seed": SEEDS[split], "temperature": 1, "length": length,
-              "rows_at_once": rows_at_once(context.model, config, length, device), "device": device.type}
+              "sha256": parse_source(file).version(), "seed": SEEDS[split], "temperature": 1,
+              "length": length, "rows_at_once": rows_at_once(context.model, config, length, device),
+              "device": device.type}
     if not chats:
         return record | {"begin": end if tokenizer.bos_token_id is None else tokenizer.bos_token_id}, TEXT
     script = chat_script(*form, end, others)
@@ -266,10 +268,10 @@ def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]
 
     Of a .txt file each line is a document. Raises TooShort if there is none.
     """
-    documents = (text.token_ids([document], tokenizer) for document in text.read_documents(source, split))
+    documents = (text.token_ids([document], tokenizer) for document in parse_source(source).texts(split))
     tokenized = (list(itertools.islice(ids, LONGEST)) for ids in documents)
     chosen = list(itertools.islice((ids for ids in tokenized if len(ids) == LONGEST), count))
     if not chosen:
-        raise text.TooShort(f"text {text.GENERATED}:{source}: expected a document of {LONGEST} "
-                            f"tokens{text.PARTS[split]}, found none")
+        raise text.TooShort(f"text {GENERATED}:{source}: expected a document of {LONGEST} "
+                            f"tokens{PARTS[split]}, found none")
     return chosen

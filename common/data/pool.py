@@ -11,19 +11,11 @@ from functools import partial
 import numpy as np
 
 from common.data.chat import load_chats
+from common.data.documents import NONE, TRAIN, is_generated, parse_source
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, check_lengths, load_task, require_split, size_note, tokenize
-from common.data.text import (
-    NONE,
-    TOKENS,
-    TRAIN,
-    TextSamples,
-    is_endless,
-    is_generated,
-    version_of,
-    write_text_tokens,
-)
+from common.data.text import TOKENS, TextSamples, write_text_tokens
 from common.models.load import bos_prefix, fingerprint, load_config
 from common.run.artifact import find_part, write_directory, write_record
 from common.run.errors import UserError, printable
@@ -80,7 +72,7 @@ def load_pool(sources: Sources, context: DataContext) -> Pool:
     chat_files = [source for source in sources.chat if not is_generated(source)]
     loaded = {}
     for source in chat_files:
-        tokens = sources.text_tokens if is_endless(source) else None
+        tokens = sources.text_tokens if parse_source(source).endless else None
         loaded[source] = context.kept(source, [TRAIN, tokens], partial(
             load_chats, source, tokenizer, positions, TRAIN, tokens=tokens))
     texts = load_texts(sources, context, tokenizer) if sources.text else ()
@@ -120,7 +112,7 @@ def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples
     texts = [generate(source, sources, context, len(prefix)) if is_generated(source) else source
              for source in sources.text]
     digests = [hashlib.sha256(text).hexdigest() for text in texts if isinstance(text, np.ndarray)]
-    files = [(source, version_of(source)) for source in sources.text]
+    files = [(source, parse_source(source).version()) for source in sources.text]
     key = json.dumps([TRAIN, files, digests, stored, sources.text_tokens, fingerprint(context.model)])
     key = hashlib.sha256(key.encode()).hexdigest()
     path, made_by = os.path.join(context.run, "tokens", key[:16]), {"key": key}

@@ -1,5 +1,4 @@
-"""Rows of JSON Lines files, plain or gzipped, of parquet files and of data sets of the hub; and samples, what
-training makes of them.
+"""Rows of JSON Lines files, plain or gzipped, and of parquet files; and samples, what training makes of them.
 
 Errors name the file and line.
 """
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.data.data_sets import is_data_set, stream
 from common.models.weights import first_line
 from common.run.errors import UserError
 
@@ -25,21 +23,22 @@ ROWS = 256  # of a parquet file in memory at a time
 
 
 def read_rows(path: str) -> Iterator[tuple[str, dict]]:
-    """Yield (place, row) for every row: ("line 1", ...) from JSON Lines, ("row 0", ...) from parquet and from
-    a data set of the hub, hf:NAME[:CONFIG[:SPLIT]], which is streamed.
+    """Yield (place, row) for every row: ("line 1", ...) from JSON Lines, ("row 0", ...) from parquet.
 
     Raises UserError for what cannot be read as its name says, or has no rows.
     """
-    if path.endswith(LINES_OF_JSON) and not is_data_set(path):
-        rows = ((f"line {number}", row) for number, row in read_objects(path))
-    else:
-        read = stream if is_data_set(path) else _parquet
-        rows = ((f"row {index}", row) for index, row in enumerate(read(path)))
+    if path.endswith(LINES_OF_JSON):
+        return placed(path, ((f"line {number}", row) for number, row in read_objects(path)))
+    return placed(path, ((f"row {index}", row) for index, row in enumerate(_parquet(path))))
+
+
+def placed(source: str, rows: Iterator[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
+    """Yield (place, row) of a source. Raises UserError if there is none."""
     place = None
     for place, row in rows:
         yield place, row
     if place is None:
-        raise UserError(f"{path}: expected at least one row, found none")
+        raise UserError(f"{source}: expected at least one row, found none")
 
 
 def _parquet(path: str) -> Iterator[dict]:

@@ -10,20 +10,9 @@ import numpy as np
 import torch
 
 from common.data.chat import load_chats, read_chats
-from common.data.data_sets import commit_of, is_data_set
+from common.data.documents import GENERATED, HELDOUT, NONE, PARTS, TRAIN, DataSet, is_generated, parse_source
 from common.data.rows import Sample, decoded
-from common.data.text import (
-    GENERATED,
-    HELDOUT,
-    NONE,
-    PARTS,
-    TRAIN,
-    TooShort,
-    is_generated,
-    load_tokens,
-    read_documents,
-    sequence_length,
-)
+from common.data.text import TooShort, load_tokens, sequence_length
 from common.models.load import load_config, load_tokenizer
 from common.models.weights import fingerprint
 from common.run.artifact import find_part, sweep, write_directory, write_record
@@ -68,9 +57,10 @@ class DataContext:
         RUN/tokens/: the first rank reads them, and neither other ranks nor a training that goes on ask the
         hub. settings: what else they depend on.
         """
-        if not is_data_set(source):
+        kind = parse_source(source)
+        if not isinstance(kind, DataSet):
             return read()
-        key = json.dumps([source, commit_of(source), fingerprint(self.model), self.bos, settings])
+        key = json.dumps([source, kind.version(), fingerprint(self.model), self.bos, settings])
         key = hashlib.sha256(key.encode()).hexdigest()
         path, made_by = os.path.join(self.run, "tokens", f"samples-{key[:16]}"), {"key": key}
         with self.writing_tokens():
@@ -110,19 +100,18 @@ def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[st
 
 def hub_commits(sources) -> dict[str, str]:
     """The commits of the data sets of the hub among sources, or among what generated ones continue."""
-    names = (source.removeprefix(f"{GENERATED}:") for source in sources)
-    return {name: commit_of(name) for name in names if is_data_set(name)}
+    kinds = (parse_source(source.removeprefix(f"{GENERATED}:")) for source in sources)
+    return {kind.name: kind.version() for kind in kinds if isinstance(kind, DataSet)}
 
 
 def check_sources(text: list[str], chat: list[str]) -> None:
     """Raise UserError where the first document or chat of a source, or what it continues, cannot be read: a
     fault there is found before hours of other work.
     """
-    for sources, read in ((text, read_documents), (chat, read_chats)):
-        for source in sources:
-            source = source.removeprefix(f"{GENERATED}:")
+    for chats, sources in ((False, text), (True, chat)):
+        for source in (source.removeprefix(f"{GENERATED}:") for source in sources):
             if source not in (GENERATED, NONE):
-                next(read(source, TRAIN), None)
+                next(read_chats(source, TRAIN) if chats else parse_source(source).texts(TRAIN), None)
 
 
 def read_sequences(text: str, chat: str | None, context: DataContext, sequences: int, length: int,

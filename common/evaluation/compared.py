@@ -7,9 +7,10 @@ import torch
 
 from common.data import tasks
 from common.data.chat import has_tokens, load_chats, load_tokenized
+from common.data.documents import EVALUATION, NONE, TokenFile, parse_source
 from common.data.rows import Sample
 from common.data.sources import CHECKED, DataContext, begins_with_bos, read_unread, unread_length
-from common.data.text import EVALUATION, NONE, load_tokens, sequence_length
+from common.data.text import load_tokens, sequence_length
 from common.evaluation import evaluate
 from common.models import proof
 from common.models.load import load_config, load_tokenizer, source_model
@@ -155,7 +156,7 @@ def same_tokenizers(checkpoints: dict, tokenized: dict[str, Tokenized], settings
     same = {name for name in checkpoints if vocabularies[name] == vocabularies[first]}
     others = [path for name, path in checkpoints.items() if name not in same]
     for source in filter(None, (settings.text, settings.chat) if others else ()):
-        if source.endswith(".npy") or is_calibration(source) or has_tokens(source):
+        if isinstance(parse_source(source), TokenFile) or is_calibration(source) or has_tokens(source):
             raise UserError(f"{source}: expected checkpoints with one tokenizer, as it has tokens, found "
                             f"those of {checkpoints[first]} and {others[0]}; pass text, not tokens")
     return same

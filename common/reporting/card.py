@@ -6,9 +6,8 @@ import re
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
 
-from common.data.data_sets import is_data_set
+from common.data.documents import GENERATED, NONE, DataSet, is_generated, parse_source
 from common.data.tasks import HUB
-from common.data.text import GENERATED, NONE, is_generated
 from common.models.load import is_hub_name
 from common.models.quantized_cache import LAYOUTS
 from common.reporting.tables import markdown_text
@@ -216,7 +215,8 @@ def _data(arguments: dict) -> dict[str, str | bool]:
 def _source(source: str) -> str:
     """A source of text or chats as a code span: a file without its directories."""
     generated, kind, name = source.rpartition(f"{GENERATED}:")
-    return _code(generated + kind + (name if is_data_set(name) else os.path.basename(name)))
+    short = name if isinstance(parse_source(name), DataSet) else os.path.basename(name)
+    return _code(generated + kind + short)
 
 
 def _code(text: str) -> str:

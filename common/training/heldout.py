@@ -12,22 +12,12 @@ import torch
 import torch.distributed as dist
 
 from common.data.chat import load_chats, token_lines
+from common.data.documents import EVALUATION, HELDOUT, NONE, TRAIN, digest_of, is_generated, parse_source
 from common.data.pool import SPLIT, Sources, generated_rows
 from common.data.rows import TABLES, Sample, as_samples
 from common.data.sources import DataContext, generated, read_sequences
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
-from common.data.text import (
-    EVALUATION,
-    HELDOUT,
-    NONE,
-    TOKEN,
-    TooShort,
-    contents,
-    digest_of,
-    is_generated,
-    packed_rows,
-    shared_contents,
-)
+from common.data.text import TOKEN, TooShort, packed_rows
 from common.models.equivalence import COMPARED, compare
 from common.models.head import head_of
 from common.models.load import bos_prefix, load_config
@@ -186,8 +176,10 @@ def shared_with_training(sources: Sources, context: DataContext) -> set[bytes]:
     calibrated = resolved(run, record["arguments"]["text"]) if isinstance(record, dict) else NONE
     others = [text for text in dict.fromkeys([*sources.text, calibrated])
               if os.path.isfile(text) and text.endswith(TEXTS)]
-    shared = shared_contents(source, others)
-    if shared and all(digest_of(content) in shared for content in contents(source, EVALUATION)):
+    own = set(map(digest_of, parse_source(source).contents(EVALUATION)))
+    shared = {digest for text in others for digest in map(digest_of, parse_source(text).contents(TRAIN))
+              if digest in own}
+    if shared and shared == own:
         raise UserError(f"--heldout-text {source}: expected text that training and calibration do not read, "
                         f"found all of it in {' '.join(others)}")
     return shared

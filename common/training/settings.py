@@ -8,9 +8,10 @@ import torch
 
 from common.data.data_sets import COMMITS
 from common.data.demo import DEMO, default_sources, training_defaults
+from common.data.documents import NONE, parse_source
 from common.data.pool import SPLIT, Pool, Sources, load_pool
 from common.data.sources import DataContext, check_sources, choose_chats, hub_commits
-from common.data.text import NONE, is_endless, sequence_length
+from common.data.text import sequence_length
 from common.models.families import OUTPUTS
 from common.models.load import bos_prefix, load_config, load_tokenizer
 from common.run.artifact import Started
@@ -97,7 +98,7 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
     teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ lies next to DIR, not in DIR/
     filled.teacher = teacher or (SOURCE if filled.tasks == NONE else None)
     filled.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
-    endless = [source for source in [*filled.text, *filled.chat] if is_endless(source)]
+    endless = [source for source in [*filled.text, *filled.chat] if parse_source(source).endless]
     if endless and not args.text_tokens:
         raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")
     if args.student and filled.masks != "off":

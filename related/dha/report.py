@@ -20,7 +20,8 @@ import statistics
 
 import torch
 
-from common.data.text import EVALUATION, load_tokens
+from common.data.documents import EVALUATION
+from common.data.text import load_tokens
 from common.evaluation.evaluate import cache_bytes_per_token
 from common.models.equivalence import mean_kl, mean_nll
 from common.models.load import load_model, load_tokenizer

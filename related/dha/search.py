@@ -25,7 +25,8 @@ import os
 import torch
 
 from common.data.demo import DEMO, resolve_model
-from common.data.text import EXPECTED, sequence_length
+from common.data.documents import EXPECTED
+from common.data.text import sequence_length
 from common.models import sidecars
 from common.models.families import check_kv_heads, geometry
 from common.models.load import describe, fingerprint, load_config, load_model, load_tokenizer

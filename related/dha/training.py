@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from common.data.documents import EVALUATION, TRAIN
 from common.data.pool import samples_digest
 from common.data.rows import Sample
-from common.data.text import EVALUATION, TRAIN, load_tokens
+from common.data.text import load_tokens
 from common.models.equivalence import max_difference, require_close
 from common.models.load import load_config, load_model
 from common.run.artifact import begin_stage

@@ -36,7 +36,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.data.demo import DEMO, resolve_model
-from common.data.text import EVALUATION, EXPECTED, load_tokens
+from common.data.documents import EVALUATION, EXPECTED
+from common.data.text import load_tokens
 from common.models.families import geometry
 from common.models.load import describe, fingerprint, load_config, load_model, load_tokenizer, pick_device
 from common.reporting.plots import drawing

@@ -26,7 +26,8 @@ import torch
 
 from common.data import demo
 from common.data.demo import resolve_model
-from common.data.text import EVALUATION, load_tokens
+from common.data.documents import EVALUATION
+from common.data.text import load_tokens
 from common.models import families
 from common.models.layers import Layers
 from common.models.load import describe, load_config, load_model, load_tokenizer, pick_device

@@ -31,7 +31,8 @@ import os
 import torch
 
 from common.data.demo import DEMO
-from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
+from common.data.documents import EVALUATION, EXPECTED
+from common.data.text import load_tokens, sequence_length
 from common.models import sidecars
 from common.models.equivalence import max_difference
 from common.models.load import describe, load_config, load_model, load_tokenizer, weight_dtype

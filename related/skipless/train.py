@@ -31,9 +31,10 @@ from transformers import AutoModelForCausalLM
 
 from common.data import demo
 from common.data.demo import resolve_model
+from common.data.documents import EVALUATION, EXPECTED
 from common.data.pool import samples_digest
 from common.data.rows import Sample
-from common.data.text import EVALUATION, EXPECTED, load_tokens, sequence_length
+from common.data.text import load_tokens, sequence_length
 from common.evaluation.evaluate import perplexity
 from common.models import proof, sidecars
 from common.models.forward import run_layer

@@ -102,7 +102,7 @@ def test_the_other_students_hold_twelve_bytes_a_parameter(group_of_one):
 
 
 @pytest.mark.parametrize(("command", "positive"), [
-    (["loss", "--tokens", 512, "--vocab", 4000, "--hidden", 32, "--chunk", 32, "--pairs", 1],
+    (["loss", "--tokens", 4096, "--vocab", 8000, "--hidden", 32, "--chunk", 256, "--pairs", 1],
      ["loss_time_ratio", "loss_memory_ratio"]),
     (["train_step", "--shape", "demo", "--batch", 4, "--pairs", 1], ["step_over_floor"]),
     (["train_step", "--shape", "host", "--layers", 3, "--pairs", 1], ["teacher_over_plain"]),
@@ -132,6 +132,7 @@ def test_both_ways_of_the_transform_agree():
     raw = {kind: transform.random_cache(600, 4, 8, seed, "cpu") for seed, kind in enumerate(("key", "value"))}
     ours = transform.Ours(args, transform.grams_of(args, raw))
     direct = transform.Direct(args, raw)
+    direct.scale_to_unit()
     expected = [float(ours.measured[f"{kind}.{name}"][0, 3]) for kind in ("key", "value")
                 for name in ("cos.before", "cos.after", "dist.after")]
     assert direct.similarities(0, 3) == pytest.approx(expected, rel=1e-4)

@@ -7,8 +7,9 @@ import pytest
 
 from common.data import chat
 from common.data.chat import load_chats
+from common.data.documents import EVALUATION, HELDOUT, TRAIN
 from common.data.rows import Sample
-from common.data.text import EVALUATION, HELDOUT, TRAIN, TooShort
+from common.data.text import TooShort
 from common.run.errors import UserError
 from models import CHATML, LLAMA2, MARKED, THOUGHT, byte_tokenizer, chatml_tokenizer, llama2_tokenizer
 from runs import messages, save_chats

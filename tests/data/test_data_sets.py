@@ -9,9 +9,9 @@ import pytest
 
 from common.data import data_sets
 from common.data.chat import load_chats
-from common.data.rows import Sample, read_rows
+from common.data.documents import EVALUATION, HELDOUT, TRAIN, digests_of, parse_source
+from common.data.rows import Sample
 from common.data.sources import DataContext, check_sources, hub_commits
-from common.data.text import EVALUATION, HELDOUT, TRAIN, digests_of, read_documents
 from common.run.errors import UserError
 from hub import LOGIN, RESTRICTED, save_data_set, serving
 from models import chatml_tokenizer
@@ -33,9 +33,9 @@ def test_a_data_set_of_the_hub_is_read_as_a_file_with_its_rows(data_set, tmp_pat
     """Both have the same parts. A user who names the data set to evaluate on gets its held-out part."""
     lines = save_lines(tmp_path / "t.jsonl", DOCUMENTS)
     for split in (TRAIN, HELDOUT):
-        documents = [*read_documents("hf:acme/data:text", split)]
-        assert documents == [*read_documents(lines, split)] and len(documents) > 2
-    assert [*read_documents("hf:acme/data:text", EVALUATION)] == documents
+        documents = [*parse_source("hf:acme/data:text").texts(split)]
+        assert documents == [*parse_source(str(lines)).texts(split)] and len(documents) > 2
+    assert [*parse_source("hf:acme/data:text").texts(EVALUATION)] == documents
     path, tokenizer = save_chats(tmp_path / "chats.jsonl", *CHATS), chatml_tokenizer()
     for split in (TRAIN, HELDOUT):
         samples, description = load_chats("hf:acme/data:chats", tokenizer, 100, split)
@@ -46,7 +46,7 @@ def test_a_data_set_of_the_hub_is_read_as_a_file_with_its_rows(data_set, tmp_pat
 
 @pytest.mark.slow
 def test_rows_of_a_data_set_arrive_as_they_are_read(data_set):
-    rows = read_rows("hf:acme/data:text")
+    rows = parse_source("hf:acme/data:text").rows()
     assert [*itertools.islice(rows, 2)] == [(f"row {i}", {"text": DOCUMENTS[i]}) for i in range(2)]
     assert set(data_set.downloaded) == {"README.md", "text/0.parquet"}
     assert next(itertools.islice(rows, 28, None))[1] == {"text": DOCUMENTS[30]}  # in the second file
@@ -59,7 +59,7 @@ def test_a_data_set_is_known_by_its_commit(data_set):
     assert read == dict.fromkeys(("hf:acme/data:text", "hf:acme/data:chats"), "a" * 40)
     assert hub_commits(sources[:3]) == read
     data_set.commit = second
-    assert digests_of(sources, "") == read and next(read_rows("hf:acme/data:text"))
+    assert digests_of(sources, "") == read and next(parse_source("hf:acme/data:text").rows())
     assert data_set.revisions == {"a" * 40}
     data_sets.COMMITS.clear()
     assert {*digests_of(sources, "").values()} == {second}
@@ -87,7 +87,7 @@ def test_another_split_is_read_and_rows_with_a_null_are_skipped_and_counted(tmp_
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: (
         asked.append((*names, options["split"])) or loaded.to_iterable_dataset()))
     monkeypatch.setitem(data_sets.COMMITS, "hf:a/b:c:train_sft", "a" * 40)
-    assert [row["messages"] for _, row in read_rows("hf:a/b:c:train_sft")] == CHATS[:2]
+    assert [row["messages"] for _, row in parse_source("hf:a/b:c:train_sft").rows()] == CHATS[:2]
     assert asked == [("a/b", "c", "train_sft")] and "1 rows with a null, skipped" in capsys.readouterr().out
 
 
@@ -96,7 +96,7 @@ def test_a_folder_of_its_name_is_no_data_set_of_the_hub(data_set, tmp_path, monk
     (tmp_path / "here" / "acme" / "data").mkdir(parents=True)
     (tmp_path / "mine.jsonl").rename(tmp_path / "here" / "acme" / "data" / "mine.jsonl")
     monkeypatch.chdir(tmp_path / "here")
-    assert next(read_rows("hf:acme/data:text"))[1] == {"text": DOCUMENTS[0]}
+    assert next(parse_source("hf:acme/data:text").rows())[1] == {"text": DOCUMENTS[0]}
     assert os.getcwd() == str(tmp_path / "here")
 
 

@@ -14,10 +14,11 @@ import torch
 from common.data import decoding, generate
 from common.data.chat import load_chats
 from common.data.decoding import Decoder
+from common.data.documents import EVALUATION, HELDOUT, TRAIN, in_part
 from common.data.generate import TEXT, Rows, chat_form, chat_script
 from common.data.rows import as_samples, decoded
 from common.data.sources import DataContext, choose_chats, generated, read_sequences
-from common.data.text import EVALUATION, HELDOUT, TRAIN, in_part, load_tokens
+from common.data.text import load_tokens
 from common.models.families import geometry
 from common.models.load import load_config, load_tokenizer
 from common.run.errors import UserError
@@ -288,7 +289,7 @@ def test_heldout_text_has_another_seed_and_other_rows_follow(model, tmp_path, mo
 
 def test_documents_are_continued(model, tmp_path, monkeypatch):
     """The lines of a .txt file's part, where they are long enough."""
-    monkeypatch.setattr("common.data.text.BLOCK", 1)  # a line each
+    monkeypatch.setattr("common.data.documents.BLOCK", 1)  # a line each
     numbered = [f"{number} " * 40 for number in range(99)]
     lines = [line for line in numbered if in_part(f"{line}\n", TRAIN)][:3]
     heldout = next(line for line in numbered if in_part(f"{line}\n", HELDOUT))

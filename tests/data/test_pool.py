@@ -17,11 +17,12 @@ from transformers import AutoTokenizer
 
 from common.data.chat import has_tokens, load_chats, load_tokenized
 from common.data.data_sets import COMMITS
+from common.data.documents import HELDOUT, TRAIN, parse_source
 from common.data.pool import Pool, Sources, load_pool, samples_digest
 from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, load_task
-from common.data.text import HELDOUT, TRAIN, contents, packed_rows
+from common.data.text import packed_rows
 from common.models.weights import open_checkpoint
 from common.run.artifact import read_record
 from common.run.errors import UserError
@@ -89,7 +90,7 @@ def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_on
     assert len(pool.answered) == questions + 1
     segments = [tokenizer.decode(segment) for segment in pool[questions].segments]
     assert segments == ["<user>hi\n<assistant>", "yes\n", "<user>hi\n<assistant>", "yes\n"]
-    start = tokenizer("".join(contents(inputs["text"], TRAIN)))["input_ids"][:32]
+    start = tokenizer("".join(parse_source(inputs["text"]).contents(TRAIN)))["input_ids"][:32]
     assert [*pool[questions + 1].prompt, *pool[questions + 2].prompt] == start
     assert all(len(sample) == 16 and not sample.answer_tokens for sample in pool.texts)
 

@@ -15,7 +15,8 @@ import torch
 from tokenizers import processors
 
 from common.data import text
-from common.data.text import EVALUATION, HELDOUT, TRAIN, TextSamples, TooShort, load_tokens, write_text_tokens
+from common.data.documents import C4_FILES, EVALUATION, HELDOUT, TRAIN, blocks, parse_source
+from common.data.text import TextSamples, TooShort, load_tokens, write_text_tokens
 from common.run.errors import UserError
 from models import END, byte_tokenizer
 from runs import save_lines
@@ -113,8 +114,8 @@ def save_c4(home, monkeypatch):
                             ("validation.00000-of-00008", ["f" * 60])):
         lines = "".join(json.dumps({"text": document} | rest) + "\n" for document in documents)
         (home / "en" / f"c4-{name}.json.gz").write_bytes(gzip.compress(lines.encode()))
-    monkeypatch.setattr(text, "C4", str(home))
-    monkeypatch.setitem(text.C4_FILES, "train", (text.C4_FILES["train"][0], 2))
+    monkeypatch.setattr("common.data.documents.C4", str(home))
+    monkeypatch.setitem(C4_FILES, "train", (C4_FILES["train"][0], 2))
 
 
 def test_c4_is_streamed_from_its_files_on_the_hub(tmp_path, monkeypatch):
@@ -160,7 +161,7 @@ def test_all_tokens_come_back_in_order(documents, tmp_path, monkeypatch):
 def parts_of(source) -> dict[str, str]:
     """The text of each part of a .txt file."""
     splits = (TRAIN, HELDOUT, EVALUATION)
-    return {split: "".join(next(text.documents_of(str(source), split))) for split in splits}
+    return {split: "".join(next(parse_source(str(source)).documents(split))) for split in splits}
 
 
 def numbered(numbers) -> str:
@@ -170,10 +171,10 @@ def numbered(numbers) -> str:
 def test_blocks_of_a_text_file_are_held_out_by_their_content(tmp_path, monkeypatch):
     """Together they are the file; what is repeated elsewhere, or in another file, is in the same part but for
     the blocks at its ends."""
-    monkeypatch.setattr(text, "BLOCK", 50)
+    monkeypatch.setattr("common.data.documents.BLOCK", 50)
     path, passage = tmp_path / "t.txt", numbered(range(1000, 2000))
     path.write_bytes((codecs.BOM_UTF8.decode() + numbered(range(1500)) + passage).encode())
-    found = [*text.blocks(str(path))]
+    found = [*blocks(str(path))]
     assert "".join(found) == numbered(range(1500)) + passage and all(block[-1] == "\n" for block in found)
     assert 0.7 < sum(map(len, found)) / len(found) / 50 < 1.5
     parts = parts_of(path)
@@ -184,15 +185,15 @@ def test_blocks_of_a_text_file_are_held_out_by_their_content(tmp_path, monkeypat
         assert parts[split] == "".join(expected)
     assert 0.05 < len(parts[HELDOUT]) / len(parts[EVALUATION]) < 0.15
     (tmp_path / "other.txt").write_text("another beginning\n" * 9 + passage)
-    assert len({*found} & {*text.blocks(str(tmp_path / "other.txt"))}) > 0.9 * len(passage) / 50 * 0.7
+    assert len({*found} & {*blocks(str(tmp_path / "other.txt"))}) > 0.9 * len(passage) / 50 * 0.7
     twice = {line for line in numbered(range(1000, 1500)).splitlines()}
     assert len(twice & {*parts[TRAIN].splitlines()} & {*parts[HELDOUT].splitlines()}) < 20  # in two blocks
 
 
 def test_a_line_without_end_is_cut_where_a_character_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "LONGEST_BLOCK", 3000)
+    monkeypatch.setattr("common.data.documents.LONGEST_BLOCK", 3000)
     (tmp_path / "t.txt").write_text("é" * 7000 + "\r\nx", encoding="utf-8", newline="")
-    assert [*text.blocks(str(tmp_path / "t.txt"))] == ["é" * 3000, "é" * 3000, "é" * 1000 + "\nx"]
+    assert [*blocks(str(tmp_path / "t.txt"))] == ["é" * 3000, "é" * 3000, "é" * 1000 + "\nx"]
     (tmp_path / "t.txt").write_text("")
     assert parts_of(tmp_path / "t.txt") == dict.fromkeys((TRAIN, HELDOUT, EVALUATION), "")
 
@@ -206,7 +207,7 @@ def test_one_document_in_ten_is_held_out_by_its_content(tmp_path):
     path = save_lines(tmp_path / "t.jsonl", documents)
     assert 70 < len(held_out) / 2 < 130
     for split, expected in ((TRAIN, others), (HELDOUT, held_out), (EVALUATION, documents)):
-        assert list(text.read_documents(path, split)) == expected
+        assert list(parse_source(path).texts(split)) == expected
         assert read(path, len(expected), 13, split=split) == expected
     write_text_tokens([path], byte_tokenizer(), 14, None, str(tmp_path / "tokens.npy"))
     assert flat(TextSamples(str(tmp_path / "tokens.npy"), 14)) == expected_tokens(*others)
@@ -251,7 +252,7 @@ def test_no_more_is_read_than_asked(tmp_path, monkeypatch):
     """What is damaged after them is not seen."""
     monkeypatch.setattr(text, "BATCH", 10)
     monkeypatch.setattr(text, "PIECE", 4096)
-    monkeypatch.setattr(text, "LONGEST_BLOCK", 4096)
+    monkeypatch.setattr("common.data.documents.LONGEST_BLOCK", 4096)
     (tmp_path / "t.jsonl").write_bytes(ROW * 100 + b"damaged")
     (tmp_path / "t.txt").write_bytes(b"a line\r\n" * 4000 + b"\xff")
     for name in ("t.jsonl", "t.txt"):
@@ -317,4 +318,4 @@ def test_a_document_of_a_text_file_is_a_line_of_it(tmp_path):
     """Whatever else str.splitlines would split at."""
     path, line = str(tmp_path / "lines.txt"), "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg"
     Path(path).write_text(f"{line}\n\n{line}\r\nlast", encoding="utf-8")
-    assert [*text.read_documents(path, EVALUATION)] == [line, "", line, "last"]
+    assert [*parse_source(path).texts(EVALUATION)] == [line, "", line, "last"]

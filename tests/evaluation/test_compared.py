@@ -8,8 +8,9 @@ import pytest
 from transformers import GPTNeoXConfig
 
 from common.data.chat import load_chats, token_lines
+from common.data.documents import EVALUATION
 from common.data.tasks import example_from_row
-from common.data.text import EVALUATION, TOKEN
+from common.data.text import TOKEN
 from common.evaluation import compared, measure
 from common.evaluation.compared import Settings, Tokenized, prepare
 from common.models.load import load_tokenizer

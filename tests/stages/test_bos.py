@@ -10,10 +10,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
 
+from common.data.documents import HELDOUT, TRAIN, in_part
 from common.data.pool import Sources, load_pool
 from common.data.sources import DataContext, begins_with_bos, generated, read_sequences, read_unread
 from common.data.tasks import choice_samples, example_from_row
-from common.data.text import HELDOUT, TRAIN, in_part
 from common.evaluation import evaluate
 from common.evaluation.compared import Settings, calibration_bos, read_calibration_text
 from common.models.load import bos_prefix, load_model, load_tokenizer

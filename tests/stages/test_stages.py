@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.data.documents import HELDOUT
 from common.data.sources import DataContext, read_unread
-from common.data.text import HELDOUT, load_tokens
+from common.data.text import load_tokens
 from common.reporting import plots
 from common.run.errors import UserError
 from models import byte_tokenizer, tiny_model
@@ -211,7 +212,7 @@ def unread(path, model: str, length: int, calibrated: int = 8) -> tuple[torch.Te
 
 def test_the_equivalence_check_reads_what_the_calibration_has_not(inputs, tmp_path, monkeypatch):
     """The held-out part of a text, whose blocks are lines here, or of several documents."""
-    monkeypatch.setattr("common.data.text.BLOCK", 1)
+    monkeypatch.setattr("common.data.documents.BLOCK", 1)
     lines = [f"{number} is a number, and {7 * number} is seven times as much.\n" for number in range(100)]
     text, documents = tmp_path / "text.txt", tmp_path / "documents.jsonl"
     text.write_text("".join(lines))

@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from common.data import text
+from common.data import documents
+from common.data.documents import EVALUATION, TRAIN, in_part, parse_source
 from common.data.pool import NONE, Sources
 from common.data.rows import Sample
 from common.data.sources import DataContext
 from common.data.tasks import TASKS, load_task, tokenize
-from common.data.text import EVALUATION, TRAIN, in_part, load_tokens
+from common.data.text import load_tokens
 from common.evaluation.evaluate import perplexity
 from common.models import blending
 from common.models.equivalence import COMPARED
@@ -245,20 +246,20 @@ def test_what_training_or_calibration_reads_is_left_out(inputs, aligned_run, tmp
     home, table = copy_run(aligned_run, tmp_path / "run"), tmp_path / "table.jsonl"
     origin = DataContext(inputs["model"], str(home), "cpu", group_of_one)
     sources = Sources(text=[inputs["text"]], text_length=8, heldout_sequences=5)
-    apart = "".join(text.contents(inputs["text"], text.HELDOUT))
+    apart = "".join(parse_source(inputs["text"]).contents(documents.HELDOUT))
     tokenizer = load_tokenizer(inputs["model"])
     texts = heldout_texts(replace(sources, heldout_text=inputs["text"]), origin)
     assert sum((sample.prompt for sample in texts), []) == tokenizer(apart)["input_ids"][:80]
     assert "blocks that training or calibration reads" in capsys.readouterr().out
-    documents = [f"{number} is read " * 9 for number in range(99)]
-    documents = [text for text in documents if in_part(text, TRAIN)][:2] + ["for neither " * 40]
-    table.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    rows = [f"{number} is read " * 9 for number in range(99)]
+    rows = [row for row in rows if in_part(row, TRAIN)][:2] + ["for neither " * 40]
+    table.write_text("".join(json.dumps({"text": document}) + "\n" for document in rows))
     (tmp_path / "train.jsonl").write_text("".join(table.read_text().splitlines(keepends=True)[:2]))
     record = json.loads((home / "calibration/stage.json").read_text())
     record["arguments"]["text"] = str(tmp_path / "train.jsonl")
     (home / "calibration/stage.json").write_text(json.dumps(record))
     texts = heldout_texts(replace(sources, text=(), heldout_text=str(table)), origin)
-    assert sum((sample.prompt for sample in texts), []) == tokenizer(documents[2])["input_ids"][:80]
+    assert sum((sample.prompt for sample in texts), []) == tokenizer(rows[2])["input_ids"][:80]
 
 
 @pytest.mark.parametrize("words, message", [
@@ -273,7 +274,7 @@ def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs,
     train.mkdir()
     for path in Path(inputs["tasks"]).glob("*.train.jsonl"):
         shutil.copy(path, train)
-    (tmp_path / "copy.txt").write_text("".join(text.contents(inputs["text"], TRAIN)))
+    (tmp_path / "copy.txt").write_text("".join(parse_source(inputs["text"]).contents(TRAIN)))
     places = {"TEXT": inputs["text"], "TRAIN": train, "COPY": tmp_path / "copy.txt"}
     flags = [places.get(word, word) for word in words.split()]
     expect_error(message, STAGE, "--run", home, *TRAINING_FLAGS, *flags)
@@ -292,7 +293,7 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
     assert [line["step"] for line in lines if f"{TEXT_SET}_loss" in line] == [1, 2, 3]
     student = load_model(str(home / "merged"))
     student.load_state_dict(whole_weights(saved_checkpoints(str(home / "train"))[-1]))
-    tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 8, 256, text.HELDOUT)
+    tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 8, 256, documents.HELDOUT)
     tokens, unmeasured = tokens[::2], tokens[1::2]
     assert np.load(home / "train" / "heldout.npy").tolist() == unmeasured.tolist()  # for stage 7
     summary = json.loads((home / "train" / "stage.json").read_text())["summary"]

@@ -9,7 +9,8 @@ import torch
 from scipy.stats import sem
 from transformers import AutoModelForCausalLM
 
-from common.data.text import EVALUATION, load_tokens
+from common.data.documents import EVALUATION
+from common.data.text import load_tokens
 from common.models.load import load_config, load_model, load_tokenizer
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
