@@ -24,7 +24,7 @@ BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # per channel, with its part of 
 LAYOUTS = {
     "halves": "channels as in transformers, mlx-lm and vLLM",
     "pairs": "RoPE's pairs side by side",
-    "rotated": "these and rotated, as in llama.cpp",
+    "rotated": "these, rotated where head_dim is a multiple of 64, as in llama.cpp",
 }
 
 

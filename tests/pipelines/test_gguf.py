@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from models import tiny_model
-from runs import recipe, run
+from runs import recipe
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 8, 2, 8, 320
 FAMILIES = "llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3"  # for Gemma and Phi-3 llama.cpp's
@@ -106,20 +106,3 @@ def test_what_quantization_changes_is_counted(outtype, share, tmp_path):
     weights = (tmp_path / "gqa" / "model.safetensors").stat().st_size
     assert (tmp_path / f"gqa.{outtype}.gguf").stat().st_size < share * weights
     assert [path.name for path in tmp_path.glob("*.gguf*")] == [f"gqa.{outtype}.gguf"]
-
-
-@pytest.mark.release
-def test_the_cache_and_its_speed_by_type(tmp_path):
-    """Blocks of 32 have a scale of two bytes; an export of half the heads has half the cache."""
-    files = []
-    for name, kv_heads in (("source", 4), ("export", 2)):
-        checkpoint = save_gqa(tmp_path / name, kv_heads=kv_heads, head_dim=64)
-        assert recipe("gguf.sh", checkpoint, PRE="gpt-2", TOKENS="2", OUTTYPE="f16").returncode == 0
-        files.append(f"{checkpoint}.f16.gguf")
-    printed = run("bench/gguf_speed.py", *files, "--contexts", 2048, "--turns", 1, fresh=True).stdout
-    rows = [[cell.strip() for cell in line.split("|")[2:7]] for line in printed.splitlines()[-4:]]
-    values = 2048 * LAYERS * 4 * 64 / 2**20  # of keys, in millions; as many values
-    for (cache, *figures), size in zip(rows, (2 + 2, 2 * 34 / 32, (34 + 18) / 32, 2 * 18 / 32), strict=True):
-        source, export, *speeds = map(float, figures)
-        assert source == pytest.approx(values * size, abs=0.01), cache
-        assert export == pytest.approx(source / 2, abs=0.01) and min(speeds) > 0
