@@ -161,14 +161,9 @@ class TokenFile(Source):
 
 
 class Generated(Source):
-    """The source model is to write it: generated, or generated:SOURCE."""
+    """The source model is to write it: generated, or generated:SOURCE, whose documents it continues."""
 
     endless = True
-
-    @property
-    def continued(self) -> str:
-        """The source whose documents it continues; "" for none."""
-        return self.name.partition(":")[2]
 
 
 def parse_source(name: str) -> Source:

@@ -198,7 +198,7 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     share them, changes nothing. Raises UserError for a model or a template that cannot generate.
     """
     split = HELDOUT if split == EVALUATION else split
-    tokenizer, file = load_tokenizer(context.model), parse_source(source).continued
+    tokenizer, file = load_tokenizer(context.model), source.partition(":")[2]
     if chats and file:
         raise UserError(f"--chat {source}: expected generated, which continues no file, or a file of chats")
     record, script = recorded_script(context, tokenizer, file, length, split, chats)

@@ -81,13 +81,6 @@ def test_tables_1_and_2_row_by_row(recorded, tmp_path, name, blocks, options, ep
 
 
 @pytest.mark.slow
-def test_some_rows_are_trained_alone(recorded, tmp_path):
-    commands = recorded("table1.sh", RUN=tmp_path, KV="8 4", ROWS="key-cos value-dist")
-    assert [after("--rotate", words) for words in of_stage("04_align.py", commands)] == ["cos", "dist"] * 2
-    assert not of_stage("07_eval.py", commands)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES[::2])
 def test_options_reach_every_training_and_no_other_stage(recorded, tmp_path, name):
     """They come last, where they override a recipe's own; other options have another RUN."""

@@ -88,6 +88,17 @@ def test_links_lead_to_the_files_they_name(path):
     assert sorted(name for name, _ in targets) == sorted(named)
 
 
+def test_links_into_pages_lead_to_their_headings():
+    folders = ".", "docs", "bench", "related/*"
+    pages = {path: path.read_text() for folder in folders for path in ROOT.glob(f"{folder}/*.md")}
+    for path, text in pages.items():
+        for target, heading in re.findall(r"\]\(([^)\s:]*)#([^)\s]+)\)", text):
+            lines = pages[(path.parent / target).resolve() if target else path].splitlines()
+            anchors = {re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in lines
+                       if line.startswith("#")}
+            assert heading in anchors, f"{path}: {target}#{heading}"
+
+
 def test_every_equation_as_printed_is_named_and_exists():
     lines = (ROOT / "AUDIT.md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if "::test_" in line]
