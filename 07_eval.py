@@ -60,6 +60,7 @@ from common.run.errors import Complete, UserError, run_stage
 from common.run.files import read_json, read_text, write_text
 from common.run.flags import stage_parser
 from common.run.kinds import SOURCE
+from common.training.checkpoints import HELDOUT_CHATS, HELDOUT_TEXT
 from common.training.lines import OPEN_MASKS
 
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
@@ -112,13 +113,14 @@ def add_task_flags(parser) -> None:
 def add_text_flags(parser) -> None:
     parser.section("text, chats and speed")
     parser.add_argument("--text",
-                        help=f"{EXPECTED}; of c4, demo and hf:... the held-out part; a .npy file of tokens "
-                             "(RUN/train/heldout.npy of stage 5), RUN/calibration (what it has not read of "
-                             "its sources), or none to skip perplexity (default: c4; demo for the demo)")
+                        help=f"{EXPECTED}; of c4, demo and hf:... the held-out part; a .npy file of tokens, "
+                             "RUN/calibration (what it has not read of its sources), or none to skip "
+                             "perplexity (default: what a training without tasks held out; else c4, or demo "
+                             "for the demo)")
     parser.add_argument("--chat", metavar="SOURCE",
-                        help="also compare answers of chats: hf:NAME[:CONFIG[:SPLIT]] (its held-out part), a "
-                             f"{TABLE_NAMES} file with a column messages, or stage 5's "
-                             "RUN/train/heldout_chats.jsonl")
+                        help="also compare answers of chats: hf:NAME[:CONFIG[:SPLIT]] (its held-out part) or "
+                             f"a {TABLE_NAMES} file with a column messages (default: those that a training "
+                             "without tasks held out)")
     parser.add_argument("--sequences", type=flags.positive, default=32,
                         help="number of sequences of text, and of chats")
     parser.add_argument("--length", type=flags.positive, metavar="N",
@@ -211,6 +213,15 @@ def choose_sources(run: str, tasks: str | None, text: str | None) -> tuple[str, 
     return tasks or default_tasks, text or default_text
 
 
+def add_heldout(args) -> None:
+    """Let what a training without tasks held out be the text and the chats, where others are not given."""
+    trained = read_json(os.path.join(args.run, "train", RECORD))
+    if isinstance(trained, dict) and trained.get("arguments", {}).get("tasks") == NONE:
+        text, chat = (path if os.path.exists(path := os.path.join(args.run, "train", name)) else None
+                      for name in (HELDOUT_TEXT, HELDOUT_CHATS))
+        args.text, args.chat = args.text or text or NONE, args.chat or (None if args.layerwise else chat)
+
+
 def settle(args) -> Settings:
     """The settings that the flags, or their defaults, come to. Raises UserError as what reads them."""
     tasks, text = choose_sources(args.run, args.tasks, args.text)
@@ -219,8 +230,8 @@ def settle(args) -> Settings:
         tasks=NONE if args.layerwise else tasks, only=tuple(args.only), limit=args.limit, seed=args.seed,
         text=text, chat=args.chat, prompts=tuple(compared.read_prompts(args.prompts)),
         sequences=args.sequences, length=args.length, bos=bos,
-        caches=tuple(map(parse_cache, args.cache or ())), layerwise=args.layerwise, batch=args.batch,
-        device=pick_device(args.device), dtype=args.dtype)
+        caches=tuple(map(parse_cache, args.cache or ())) if text != NONE else (), layerwise=args.layerwise,
+        batch=args.batch, device=pick_device(args.device), dtype=args.dtype)
 
 
 def begin(args, output: str, described: dict):
@@ -266,6 +277,7 @@ def cards(checkpoints: dict[str, str], run: str) -> dict[str, str]:
 def main():
     args = parse()
     register(args.register or ())
+    add_heldout(args)
     checkpoints, output = choose_checkpoints(args), os.path.join(args.run, "eval")
     described = {name: describe(path) for name, path in checkpoints.items()}
     started = begin(args, output, described)

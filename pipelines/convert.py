@@ -38,7 +38,6 @@ from common.run.artifact import RECORD, as_flag, read_record, within
 from common.run.errors import UserError, run_stage
 from common.run.files import read_json, read_text
 from common.run.flags import StageParser, positive
-from common.training.checkpoints import HELDOUT_CHATS, HELDOUT_TEXT
 from common.training.settings import defaults_of, with_defaults
 from pipelines import cost, plan
 from pipelines.plan import conversion_of_config, stage5
@@ -119,7 +118,7 @@ class Commands:
         self.train = ["--tasks", NONE, "--text", *args.text, *flag("--text-tokens", tokens), *chat, *dtype,
                       *(["--compile"] if compiler else ()), *args.more]
         self.evaluate = ["--run", args.run, "--update", "--tasks", args.tasks, "--only", *args.only,
-                         "--prompts", args.prompts]
+                         "--prompts", args.prompts, *CACHES]
 
     def check(self) -> None:
         """Raise UserError for what a stage would refuse, before the first one runs."""
@@ -257,10 +256,7 @@ def convert(commands: Commands, stages: Stages) -> str:
                processes=args.processes or max(commands.gpus, 1))
     basis = [] if args.basis == NONE else ["--cache-basis", args.basis]
     stages.run("06_export.py", *run, "--update", *basis)
-    text, chats = (os.path.join(args.run, "train", name) for name in (HELDOUT_TEXT, HELDOUT_CHATS))
-    measured = ["--text", text, *CACHES] if os.path.exists(text) else ["--text", NONE]
-    stages.run("07_eval.py", *commands.evaluate, *(["--chat", chats] if os.path.exists(chats) else ()),
-               *measured)
+    stages.run("07_eval.py", *commands.evaluate)
     return os.path.join(args.run, "eval")
 
 

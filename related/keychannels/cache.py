@@ -120,19 +120,10 @@ class KeyChannelLayer(DynamicLayer):
         super().reset()
         self.pruned = self.channels = self.queries = None
 
-    def _change_samples(self, change) -> None:
-        for name in ("keys", "values", "pruned", "channels", "queries"):
-            if getattr(self, name) is not None:
-                setattr(self, name, change(getattr(self, name)))
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._change_samples(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._change_samples(lambda tensor: tensor[indices])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change_samples(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        for name in ("keys", "values", "pruned", "channels", "queries"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
 class KeyChannelCache(DynamicCache):

@@ -48,12 +48,8 @@ def after(flag: str, line: str) -> str:
     return words[words.index(flag) + 1]
 
 
-def test_the_recommended_road(planned, tmp_path):
-    """Export and evaluation are made again after another training; what it held out is measured."""
-    train = tmp_path / "it's a [1] run *" / "train"
-    train.mkdir(parents=True)
-    for name in ("heldout.npy", "heldout_chats.jsonl"):
-        (train / name).touch()
+def test_the_recommended_road(planned):
+    """Export and evaluation are made again after another training."""
     dtype = convert.cost.processor_dtype()
     assert planned(*SETTINGS, "--processes", "3", "--length", "128", "--tasks", "my tasks", "--only", "piqa",
                    "siqa", "--prompts", "my prompts", "--", "--lr", "1e-4") == [
@@ -66,16 +62,15 @@ def test_the_recommended_road(planned, tmp_path):
         f"--chat generated --dtype {dtype} --lr 1e-4",
         "06_export.py --run RUN --update --cache-basis rotated",
         "07_eval.py --run RUN --update --tasks 'my tasks' --only piqa siqa --prompts 'my prompts' "
-        "--chat RUN/train/heldout_chats.jsonl --text RUN/train/heldout.npy --cache q8_0 q8_0/q4_0 q4_0",
+        "--cache q8_0 q8_0/q4_0 q4_0",
         "pipelines/report.py --run RUN"]
 
 
 def test_defaults_take_all_of_a_file_and_some_of_what_does_not_end(planned):
-    calibration, _, grouping, _, train, export, evaluation, _ = planned("--model", "demo", "--basis", "none")
+    calibration, _, grouping, _, train, export, _, _ = planned("--model", "demo", "--basis", "none")
     assert after("--length", calibration) == "256" and after("--sequences", calibration) == "128"
     assert "--kv-heads" not in grouping and "--cache-basis" not in export
     assert after("--text", train) == "generated" and after("--text-tokens", train) == "50000"
-    assert after("--text", evaluation) == "none" and "--chat" not in evaluation
     calibration, *_, train, _, _, _ = planned("--model", "x", "--text", "README.md")
     assert after("--length", calibration) == "512" and "--text-tokens" not in train
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -144,6 +145,18 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, tm
     tasks, text = stage7.choose_sources(str(home), None, None)
     assert (tasks, text) == demo.default_sources(True) != ("hub", "c4")
     assert stage7.choose_sources(str(home), None, "other.txt") == (tasks, "other.txt")
+
+
+@pytest.mark.parametrize(("tasks", "text", "chat", "expected"), [
+    ("none", None, None, ["heldout.npy", None]), ("none", "t", "c", ["t", "c"]),
+    ("hub", None, "c", [None, "c"])])
+def test_what_a_training_without_tasks_held_out_is_measured(tmp_path, tasks, text, chat, expected):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/heldout.npy").touch()
+    (tmp_path / "train/stage.json").write_text(json.dumps({"arguments": {"tasks": tasks}}))
+    args = SimpleNamespace(run=str(tmp_path), text=text, chat=chat, layerwise=False)
+    stage7.add_heldout(args)
+    assert [args.text and args.text.rpartition("/")[2], args.chat] == expected
 
 
 @pytest.mark.parametrize(("device", "words", "dtype"), [
