@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -302,6 +303,12 @@ def test_pointers_of_git_lfs_are_named(copy):
     message = refusal(load_model, str(path))
     assert f"{path / WEIGHTS}: expected" in message
     assert "Git LFS pointer; run git lfs install and git lfs pull" in message
+
+
+def test_weights_have_the_sources_dtype_unless_another_is_asked_for():
+    asked = [(None, "source"), (torch.bfloat16, "source"), (torch.bfloat16, "float32")]
+    found = [models.weight_dtype(name, SimpleNamespace(dtype=dtype)) for dtype, name in asked]
+    assert found == [torch.float32, torch.bfloat16, torch.float32]
 
 
 def test_the_context_of_keys_is_the_models_positions_at_most_4096():

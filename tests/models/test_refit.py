@@ -47,6 +47,7 @@ def test_best_fit_is_the_ridge_regression_of_least_held_out_error():
     assert ridge == best
     np.testing.assert_allclose(refitted.numpy(), candidates[best], atol=1e-10)
     assert before == pytest.approx(share(*judge, weight)) and after == pytest.approx(errors[best])
+    assert moments(h, 0 * y).error(weight) == 0  # a layer that adds nothing
 
 
 class Layer(nn.Module):

@@ -18,9 +18,7 @@ SETTINGS = ["--model=a model.gguf", "--kv-heads", "2", "--tokens", "5000", "--te
 
 @pytest.fixture
 def planned(tmp_path, monkeypatch):
-    """planned(WORDS): the stages that these flags would run, as command lines, in order, and their processes;
-    with the run directory as RUN.
-    """
+    """planned(WORDS): command lines of the stages that these flags would run, in order, in RUN."""
     home = tmp_path / "it's a [1] run *"
 
     def record(*words: str) -> list[str]:
