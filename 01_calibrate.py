@@ -91,6 +91,29 @@ def parse():
     return parser.parse_args()
 
 
+def find_model(args) -> tuple[str, object, str]:
+    """The model's directory, its config and its class. Raises UserError if it cannot be converted."""
+    path = args.model
+    if path.endswith(".gguf"):
+        path = gguf.dequantize(path, os.path.join(args.run, "source"), args.force)
+    elif path == demo.DEMO or os.path.exists(path):
+        path = resolve_model(path)
+    config = load_config(path if os.path.isdir(path) else config_file(path))
+    proven = proof.require_convertible(path, config)
+    return local_model(path), config, proven  # a hub repository's weights arrive once its config has passed
+
+
+def read_text(args, path: str, length: int) -> tuple[torch.Tensor, str]:
+    """The tokens [sequences, length] and what they are. Fills in the sources left out, for the record."""
+    if args.text is None:
+        _, args.text = demo.default_sources(args.model == demo.DEMO)
+    args.chat = next(iter(choose_chats([args.chat] if args.chat else None, [args.text], path)), None)
+    context = DataContext(path, args.run, pick_device(args.device), layerwise=args.layerwise, bos=args.bos)
+    tokens, text = read_sequences(args.text, args.chat, context, args.sequences, length)
+    print(f"reads   {text}; {tokens.numel()} tokens{', begin-of-sequence tokens included' * args.bos}")
+    return tokens, text
+
+
 @torch.no_grad()
 def main():
     args = parse()
@@ -102,46 +125,24 @@ def main():
         inputs["model"] = fingerprint(args.model)
     started = begin_stage("01_calibrate.py", args, output, inputs=inputs)
 
-    path = args.model
-    if path.endswith(".gguf"):
-        path = gguf.dequantize(path, os.path.join(args.run, "source"), args.force)
-    elif path == demo.DEMO or os.path.exists(path):
-        path = resolve_model(path)
-    config = load_config(path if os.path.isdir(path) else config_file(path))
-    proven = proof.require_convertible(path, config)
-    path = local_model(path)  # a hub repository's weights arrive once its config has passed
+    path, config, proven = find_model(args)
     args.bos = bool(bos_prefix(load_tokenizer(path, args.bos)))  # recorded for stage 4
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
     model, shape = describe(os.path.abspath(path), args.model), families.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
     print(f"proven  {proven}: attention stays when heads are rotated, and equal heads merge exactly")
-    compute_device = pick_device(args.device)
-    if args.text is None:  # resolved here because stage 4 takes it from the record
-        _, args.text = demo.default_sources(args.model == demo.DEMO)
-    chats = choose_chats([args.chat] if args.chat else None, [args.text], path)
-    args.chat = chats[0] if chats else None
-    context = DataContext(path, args.run, compute_device, layerwise=args.layerwise, bos=args.bos)
-    tokens, text = read_sequences(args.text, args.chat, context, args.sequences, length)
-    begin = ", begin-of-sequence tokens included" if args.bos else ""
-    print(f"reads   {text}; {tokens.numel()} tokens{begin}")
-    layers = Layers(path, getattr(torch, args.dtype), compute_device, layerwise=args.layerwise)
+    tokens, text = read_text(args, path, length)
+    layers = Layers(path, getattr(torch, args.dtype), pick_device(args.device), layerwise=args.layerwise)
 
     with write_directory(output) as aside:
         write_tokens(aside, tokens)
         collected = collect(layers, tokens, args.batch, args.sample_tokens, args.run)
         for index, tensors in enumerate(collected):
             write_layer(aside, index, tensors)
-        summary = {
-            "tokens": tokens.numel(),
-            "sequences": args.sequences,
-            "length": length,
-            "text": text,
-            "sampled_tokens": len(tensors["sample.key"]),
-            "positions": config.max_position_embeddings,
-            "proven": proven,
-            "peak_memory_gib": peak_memory(),
-        }
+        summary = {"tokens": tokens.numel(), "sequences": args.sequences, "length": length, "text": text,
+                   "sampled_tokens": len(tensors["sample.key"]), "positions": config.max_position_embeddings,
+                   "proven": proven, "peak_memory_gib": peak_memory()}
         files = [*weights.files_of(path), *filter(os.path.isfile, filter(None, (args.text, args.chat)))]
         read = [{"path": os.path.abspath(file)} | stamp(file) for file in files]
         write_record(aside, started.record(model, summary, read=read))

@@ -115,8 +115,8 @@ print(source_model(read_record(f'{run}/calibration', '01_calibrate.py'), run)['p
 record() {
   local run=$WORK/record source trained lengths=
   [[ $DEVICE != cpu ]] || lengths="--lengths 200"
-  row convert "$LIMIT" -m pipelines.convert --run "$run" --model "$MODEL" ${KV_HEADS:+--kv-heads "$KV_HEADS"} \
-    --text "${TEXT:-generated}" ${FLAGS:-}
+  row convert "$LIMIT" -m pipelines.convert --run "$run" --model "$MODEL" \
+    ${KV_HEADS:+--kv-heads "$KV_HEADS"} --text "${TEXT:-generated}" ${FLAGS:-}
   source=$(source_of "$run") || return 0
   trained=("merged=$run/merged" "trained=$run/gqa")
   row other 120 07_eval.py --run "$WORK/other" --update --tasks none --text "$OTHER" \

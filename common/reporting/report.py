@@ -21,8 +21,6 @@ from common.run.flags import Parser
 from common.training.lines import read_metrics
 
 STYLE = os.path.join(os.path.dirname(__file__), "templates", "report.css")
-
-
 # directory in RUN -> its stage and pictures
 PARTS = {
     "calibration": ("01_calibrate.py",),
