@@ -156,12 +156,10 @@ FLAGS = {
         Flag("heldout-text", str, "c4, demo or hf:... (their held-out parts), a file or generated as for "
              "--text, split (the held-out parts of --text), or none (default: c4 if --text has it; demo for "
              "the demo model; else split)", metavar="SOURCE"),
-        Flag("heldout-sequences", flags.positive, "number of texts to measure, of --text-length tokens each; "
-             "as many others are written to heldout.npy, for stage 7; with split, fewer where the held-out "
-             "parts are short; of generated text, a tenth of what is trained on", 32),
-        Flag("heldout-chats", flags.non_negative, "number of chats to measure, of the held-out parts of "
-             "--chat; as many others are written to heldout_chats.jsonl, for stage 7; of generated ones, a "
-             "tenth of what is trained on", 32),
+        Flag("heldout-sequences", flags.positive, "number of texts to measure, of --text-length tokens each, "
+             "and of chats, of the held-out parts of --chat; as many others are written to heldout.npy and "
+             "heldout_chats.jsonl, for stage 7; fewer where held-out parts are short; of what the model "
+             "generates, a tenth of what is trained on", 32),
         Flag("heldout-questions", flags.non_negative, "first N of each task's validation split (default: "
              f"{QUESTIONS}, of tasks that have one)"),
         Flag("heldout-every", flags.positive, "steps between measurements; merged/, the first and the last "

@@ -170,7 +170,7 @@ def expected_heldout(sources: Sources, every: int, begin: int, context: DataCont
     if sources.heldout_text == SPLIT:
         count = min(count, sum(heldout_share(source, texts, count, rows) for source in texts))
     count *= sources.heldout_text != NONE
-    asked = 2 * sources.heldout_chats
+    asked = 2 * sources.heldout_sequences
     chats = min(asked, sum(heldout_share(each, sources.chat, asked, chat_rows) for each in sources.chat))
     if context or sources.tasks == NONE:
         measured = heldout_questions(sources, context)  # without tasks none; refuses those that are asked for

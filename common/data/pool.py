@@ -34,8 +34,7 @@ class Sources:
     text_length: int = 512  # tokens of a sample
     text_tokens: int | None = None  # of each source of text, and of chats without end; None: all
     heldout_text: str = NONE  # a source, SPLIT or NONE
-    heldout_sequences: int = 0
-    heldout_chats: int = 0
+    heldout_sequences: int = 0  # texts, and chats
     heldout_questions: int | None = None  # of each task; None: heldout.QUESTIONS, where it has them
 
 

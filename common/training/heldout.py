@@ -219,12 +219,12 @@ def heldout_share(source: str, sources, count: int, trained: int = 0) -> int:
 
 
 def heldout_chats(sources: Sources, context: DataContext) -> list[Sample]:
-    """At most twice `heldout_chats` chats of the held-out parts of --chat, from each source as many.
+    """At most twice `heldout_sequences` chats of the held-out parts of --chat, from each source as many.
 
     Of generated ones at most a tenth of what is trained on, but two. Raises UserError for chats that cannot
     be read.
     """
-    count, samples, chats = 2 * sources.heldout_chats, [], list(dict.fromkeys(sources.chat))
+    count, samples, chats = 2 * sources.heldout_sequences, [], list(dict.fromkeys(sources.chat))
     for source in chats if count else ():
         if is_generated(source):
             rows = heldout_share(source, chats, count, generated_rows(sources))

@@ -104,14 +104,14 @@ def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_o
     table = tmp_path / "t.jsonl"
     table.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(99)))
     sources = Sources(text=[inputs["text"], str(table), inputs["text"]], chat=[path], heldout_text="split",
-                      heldout_sequences=3, text_length=16, heldout_chats=2)
+                      heldout_sequences=3, text_length=16)
     origin = context_of(tmp_path, model, group_of_one)
     texts = heldout_texts(sources, origin)
     expected = [row for source in sources.text[:2] for row in packed_rows(source, tokenizer, 3, 16, HELDOUT)]
     assert [sample.prompt for sample in texts] == expected and len(texts) == 6
     heldout = load_heldout(sources, origin, texts, every=5)
-    held_out = load_chats(path, tokenizer, 256, HELDOUT)[0][:4]
-    assert heldout.sets == {TEXT_SET: texts[::2], CHAT_SET: held_out[::2]} and len(held_out) == 4
+    held_out = load_chats(path, tokenizer, 256, HELDOUT)[0][:6]
+    assert heldout.sets == {TEXT_SET: texts[::2], CHAT_SET: held_out[::2]} and len(held_out) == 6
     assert heldout.unmeasured == [*texts[1::2], *held_out[1::2]]
     home = tmp_path / "train"
     home.mkdir()
@@ -128,7 +128,7 @@ def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_o
                 for token in row]
     trained = [token for sample in pool.texts for token in sample.prompt]
     assert trained == together[: len(together) // 16 * 16]
-    assert not load_heldout(replace(sources, heldout_chats=0), origin, [], every=5).sets
+    assert not load_heldout(replace(sources, heldout_sequences=0), origin, [], every=5).sets
 
 
 def tokens_of(sample: Sample) -> list[list[int]]:
@@ -230,8 +230,7 @@ def test_of_generated_text_a_tenth_is_held_out(chats, tmp_path, group_of_one):
     (tmp_path / "text.txt").write_text("word " * 100)
     origin = context_of(tmp_path, chats[0], group_of_one)
     sources = Sources(text=["generated", f"generated:{tmp_path / 'text.txt'}"], chat=["generated"],
-                      heldout_text="split", heldout_sequences=5, heldout_chats=4, text_length=100,
-                      text_tokens=3000)
+                      heldout_text="split", heldout_sequences=5, text_length=100, text_tokens=3000)
     for changes, count in (({}, 3), ({"text_tokens": 500}, 2), ({"heldout_sequences": 1}, 1)):
         changed = replace(sources, **changes)
         texts = heldout_texts(changed, origin)

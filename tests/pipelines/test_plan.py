@@ -93,7 +93,7 @@ def test_expected_samples_are_as_long_as_published():
 def test_expected_texts_and_chats():
     """Of 9900 tokens from each of two sources; a token more begins each text, and chats are rows of 100."""
     sources = Sources(text=("c4", "generated"), chat=["generated"], text_length=100, text_tokens=9900,
-                      heldout_text="split", heldout_sequences=32, heldout_chats=32)
+                      heldout_text="split", heldout_sequences=32)
     pool = plan.expected_pool(sources, 1)
     assert [len(pool.texts), len(pool.answered)] == [200, 99]
     assert {len(sample) for sample in pool} == {100} and pool.answered[0].answer_tokens == 50
