@@ -58,7 +58,7 @@ def test_the_frontier_joins_what_nothing_smaller_and_closer_beats():
 
 def test_curves_show_losses_masks_and_a_line_per_layer():
     records = training_records(layers=2)
-    losses, masks, by_layer = figure_of(plots.curves, records, "8 -> 2 kv heads").axes
+    losses, masks, by_layer = (figure := figure_of(plots.curves, records, "8 -> 2 kv heads")).axes
     for axis, names in (
         (losses, {"loss": "loss", "kl": "kl", "bild": "bild"}),
         (masks, {"target T": "mask_target", "expected mask (Eq. 29)": "mask_expected",
@@ -69,7 +69,7 @@ def test_curves_show_losses_masks_and_a_line_per_layer():
             measured = [record for record in records if name in record]
             assert series(axis)[label] == ([record["step"] for record in measured],
                                            [record[name] for record in measured])
-    assert list(series(by_layer)) == ["layer 0", "layer 1"]
+    assert list(series(by_layer)) == ["layer 0", "layer 1"] and "without masks" in figure.get_suptitle()
     for layer, points in enumerate(series(by_layer).values()):
         assert points == ([1, 2, 3, 4], [record["mask_mean_per_layer"][layer] for record in records[:4]])
 
