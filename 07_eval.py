@@ -3,7 +3,7 @@
 Reads   any checkpoints (default: the teacher, merged/ and gqa/ of RUN), the validation sets of the eight
         tasks, chats, a text, or what a calibration has not read of its own
 Writes  RUN/eval/: eval.md, a column per checkpoint; its numbers in stage.json; eval.jsonl, each checkpoint's
-        answer to each question; with --cache frontier.png, bytes against KL of every checkpoint and cache
+        answer to each question; with --cache frontier.png, bytes against KL of every checkpoint and cache;
         the scores into the model card (README.md) of a checkpoint exported by stage 6 in RUN; those of
         all questions of the hub's tasks also into its .eval_results/, from where the hub shows them
 
@@ -226,6 +226,8 @@ def settle(args) -> Settings:
     """The settings that the flags, or their defaults, come to. Raises UserError as what reads them."""
     tasks, text = choose_sources(args.run, args.tasks, args.text)
     bos = compared.calibration_bos(text, args.bos) if is_calibration(text) else args.bos
+    if args.cache and text == NONE:
+        print("note    --cache: the training held no text out, so no caches are measured")
     return Settings(
         tasks=NONE if args.layerwise else tasks, only=tuple(args.only), limit=args.limit, seed=args.seed,
         text=text, chat=args.chat, prompts=tuple(compared.read_prompts(args.prompts)),

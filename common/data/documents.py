@@ -65,9 +65,7 @@ class Source:
         return HELDOUT if part == EVALUATION and self.known else part
 
     def texts(self, part: str) -> Iterator[str]:
-        """Yield the documents of a part; of a .txt file its lines. Raises UserError as check does, and for
-        what cannot be read.
-        """
+        """Yield the documents of a part; of a .txt file its lines. Raises UserError if it cannot be read."""
         self.check()
         return self.contents(part)
 
@@ -76,10 +74,7 @@ class Source:
         raise NotImplementedError
 
     def documents(self, part: str, without=frozenset()) -> Iterator[Iterator[str]]:
-        """Yield the documents of a part, each as successive lines or blocks of it.
-
-        without: digests of contents that are left out.
-        """
+        """Yield the documents of a part, as their lines or blocks. without: digests of what is left out."""
         self.check()
         kept = (content for content in self.contents(part)
                 if not without or digest_of(content) not in without)
@@ -176,6 +171,11 @@ def parse_source(name: str) -> Source:
     return named.get(name, {".txt": TextFile, ".npy": TokenFile}.get(name[-4:], TableFile))(name)
 
 
+def source_read(name: str) -> Source:
+    """As parse_source; of generated:SOURCE the source that it continues."""
+    return parse_source(name.removeprefix(f"{GENERATED}:"))
+
+
 def is_generated(source: str) -> bool:
     """Whether the source model is to write it."""
     return isinstance(parse_source(source), Generated)
@@ -222,5 +222,5 @@ def digests_of(sources, run: str, output: str = "") -> dict[str, str]:
     for name, version in record.get("inputs", {}).items() if isinstance(record, dict) else ():
         if isinstance(parse_source(name), DataSet):
             COMMITS.setdefault(name, version)
-    names = [source.removeprefix(f"{GENERATED}:") for source in sources if source]
-    return {name: version for name in names if (version := parse_source(name).version())}
+    kinds = [source_read(source) for source in sources if source]
+    return {kind.name: version for kind in kinds if (version := kind.version())}

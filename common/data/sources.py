@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from common.data.chat import load_chats, read_chats
-from common.data.documents import GENERATED, HELDOUT, NONE, PARTS, TRAIN, DataSet, is_generated, parse_source
+from common.data.documents import GENERATED, HELDOUT, NONE, PARTS, TRAIN, DataSet, is_generated, source_read
 from common.data.rows import Sample, decoded
 from common.data.text import TooShort, load_tokens, sequence_length
 from common.models.load import load_config, load_tokenizer
@@ -57,7 +57,7 @@ class DataContext:
         RUN/tokens/: the first rank reads them, and neither other ranks nor a training that goes on ask the
         hub. settings: what else they depend on.
         """
-        kind = parse_source(source)
+        kind = source_read(source)
         if not isinstance(kind, DataSet):
             return read()
         key = json.dumps([source, kind.version(), fingerprint(self.model), self.bos, settings])
@@ -100,8 +100,7 @@ def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[st
 
 def hub_commits(sources) -> dict[str, str]:
     """The commits of the data sets of the hub among sources, or among what generated ones continue."""
-    kinds = (parse_source(source.removeprefix(f"{GENERATED}:")) for source in sources)
-    return {kind.name: kind.version() for kind in kinds if isinstance(kind, DataSet)}
+    return {kind.name: kind.version() for kind in map(source_read, sources) if isinstance(kind, DataSet)}
 
 
 def check_sources(text: list[str], chat: list[str]) -> None:
@@ -109,9 +108,9 @@ def check_sources(text: list[str], chat: list[str]) -> None:
     fault there is found before hours of other work.
     """
     for chats, sources in ((False, text), (True, chat)):
-        for source in (source.removeprefix(f"{GENERATED}:") for source in sources):
-            if source not in (GENERATED, NONE):
-                next(read_chats(source, TRAIN) if chats else parse_source(source).texts(TRAIN), None)
+        for kind in map(source_read, sources):
+            if kind.name not in (GENERATED, NONE):
+                next(read_chats(kind.name, TRAIN) if chats else kind.texts(TRAIN), None)
 
 
 def read_sequences(text: str, chat: str | None, context: DataContext, sequences: int, length: int,

@@ -46,10 +46,9 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
                 without=frozenset()) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
-    source: "c4" or hf:NAME[:CONFIG[:SPLIT]] (streamed from the hub), "demo", a .txt file, or a .jsonl, .json,
-    .json.gz or .parquet file with a column "text", or a .npy file of tokens, which may have fewer. split:
-    TRAIN, HELDOUT or EVALUATION. without: as for Source.documents. A begin-of-sequence token, by bos_prefix,
-    is one of the `length` tokens. Rows of a .npy file that all begin with it stay as they are.
+    source: any but generated; a .npy file may have fewer. split: TRAIN, HELDOUT or EVALUATION. without: as
+    for Source.documents. A begin-of-sequence token, by bos_prefix, is one of the `length` tokens. Rows of a
+    .npy file that all begin with it stay as they are.
 
     As in the authors' code: the first `sequences` documents of at least `length` tokens, each truncated to
     it. If there are too few, among the first SEARCHED times as many tokens as are needed, documents are
