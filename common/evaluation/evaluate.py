@@ -103,12 +103,14 @@ def cache_metrics(model, samples: list[Sample], reference: Predictions, caches) 
         with quantized(model, cache, layout):
             return prediction_metrics(model, samples, reference)[0]
 
-    by_layout = {PLAIN: dict.fromkeys(LAYOUTS, measured(PLAIN, "halves"))}  # f16 is the same in all
-    for cache in caches:
-        if cache != PLAIN:
-            by_layout[cache] = {layout: measured(cache, layout) for layout in LAYOUTS}
-    return {str(cache): {"bytes_per_token": cache.bytes_per_token(model.config)} | metrics
-            for cache, metrics in by_layout.items()}
+    metrics = {}
+    for cache in dict.fromkeys((PLAIN, *caches)):
+        if cache.in_blocks:
+            by_layout = {layout: measured(cache, layout) for layout in LAYOUTS}
+        else:
+            by_layout = dict.fromkeys(LAYOUTS, measured(cache, "halves"))
+        metrics[str(cache)] = {"bytes_per_token": cache.bytes_per_token(model.config)} | by_layout
+    return metrics
 
 
 @torch.no_grad()

@@ -59,10 +59,10 @@ def measure(name: str, checkpoint: dict, tokenized: Tokenized, reference: dict |
         metrics |= measured_on(prefix, samples, source)
     if settings.caches and TEXT in predictions:
         proof.attach_pairs(model)
-        caches = settings.caches if has_blocks(model.config) else ()
-        if not caches:
-            print(f"note    --cache: heads of {path} have no blocks of {BLOCK} channels; f16 alone is "
-                  "measured")
+        caches = [cache for cache in settings.caches if has_blocks(model.config) or not cache.in_blocks]
+        if len(caches) < len(settings.caches):
+            print(f"note    --cache: heads of {path} have no blocks of {BLOCK} channels; formats in blocks "
+                  "are not measured")
         against = predictions[TEXT] if reference is None else reference.get(TEXT)
         metrics["caches"] = evaluate.cache_metrics(model, tokenized.sets[TEXT][0], against, caches)
     if tokenized.prompts:

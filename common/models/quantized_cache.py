@@ -3,7 +3,8 @@
 The formats are ggml's: blocks of 32 neighboring channels of a head share a scale in float16. Which channels
 are neighbors depends on the client. RoPE's pair p is (p, p + d/2) in transformers, mlx-lm and vLLM, and (2p,
 2p + 1) in llama.cpp's Llamas. llama.cpp also multiplies heads by an orthogonal Hadamard matrix before it
-quantizes them, which spreads outliers over all channels, unless LLAMA_ATTN_ROT_DISABLE=1.
+quantizes them, which spreads outliers over all channels, unless LLAMA_ATTN_ROT_DISABLE=1. fp8 is
+transformers' (QuantizedCache from release 5.24 on): all keys of a layer share a scale, and so do its values.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ from common.run.errors import UserError
 
 BLOCK = 32  # channels with one scale
 ROTATED = 64  # llama.cpp rotates heads of a multiple of this size, values in parts of it
-BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}  # per channel, with its part of the scale
+BITS = {"f16": 16.0, "fp8": 8.0, "q8_0": 8.5, "q4_0": 4.5}  # per channel, with its part of the scale
+WHOLE = ("f16", "fp8")  # formats without blocks
 LAYOUTS = {
     "halves": "channels as in transformers, mlx-lm and vLLM",
     "pairs": "RoPE's pairs side by side",
@@ -37,13 +39,18 @@ class Cache(NamedTuple):
     def __str__(self):
         return self.keys if self.keys == self.values else "/".join(self)
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the layout matters, and heads must consist of blocks."""
+        return not {*self} <= {*WHOLE}
+
     def bytes_per_token(self, config) -> float:
         """Of keys and values in all layers, with their scales."""
         shape = geometry(config)
         return shape.layers * shape.kv_heads * shape.head_dim * (BITS[self.keys] + BITS[self.values]) / 8
 
 
-PLAIN = Cache("f16", "f16")  # no blocks: the same in every layout, and for heads of any size
+PLAIN = Cache("f16", "f16")
 
 
 def parse_cache(text: str) -> Cache:
@@ -58,6 +65,13 @@ def parse_cache(text: str) -> Cache:
 def has_blocks(config) -> bool:
     """Whether the heads of a model consist of blocks."""
     return geometry(config).head_dim % BLOCK == 0
+
+
+def fp8(heads: torch.Tensor) -> torch.Tensor:
+    """Heads of any shape, in float32, as they are read back: E4M3 numbers times a scale of all of them."""
+    smallest, largest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float8_e4m3fn).max
+    scale = (heads.abs().amax() / largest).clamp(min=smallest)
+    return (heads / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def q8_0(blocks: torch.Tensor) -> torch.Tensor:
@@ -108,6 +122,8 @@ def read_back(heads: torch.Tensor, form: str, layout: str, keys: bool) -> torch.
     """Keys or values [..., d] as they are read from a cache of this format, in their dtype."""
     if form == "f16":
         return heads.half().to(heads.dtype)
+    if form == "fp8":
+        return fp8(heads.float()).to(heads.dtype)
     blocks = as_cached(heads.float(), layout, keys).unflatten(-1, (-1, BLOCK))
     quantize = {"q8_0": q8_0, "q4_0": q4_0}[form]
     return from_cached(quantize(blocks).flatten(-2), layout, keys).to(heads.dtype)

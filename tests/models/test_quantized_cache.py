@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 from scipy.linalg import hadamard
-from transformers import DynamicCache
+from transformers import DynamicCache, QuantizedCache
 
 from common.models.quantized_cache import LAYOUTS, as_cached, from_cached, parse_cache, quantized, read_back
 from common.run.errors import UserError
@@ -33,6 +33,24 @@ def test_blocks_are_read_back_as_ggml_does(form):
     np.testing.assert_array_equal(read_back(blocks, form, "halves", keys=True).numpy(), theirs)
     sizes = np.prod(quants.quant_shape_to_byte_shape((64,), kind)) / 64 * 8
     assert {"q8_0": 8.5, "q4_0": 4.5}[form] == sizes
+
+
+def test_fp8_is_the_closest_multiple_of_an_e4m3_number():
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite()] * HEADS.abs().max() / 448
+    closest = numbers[(HEADS[..., None] - numbers).abs().argmin(-1)]
+    torch.testing.assert_close(read_back(HEADS, "fp8", "rotated", keys=True), closest)
+    assert not read_back(torch.zeros(2, 3), "fp8", "halves", keys=True).any()
+
+
+@pytest.mark.skipif("fp8" not in (QuantizedCache.__doc__ or ""), reason="transformers before 5.24 has none")
+def test_fp8_is_read_back_as_in_transformers():
+    cache = QuantizedCache("fp8", tiny_model().config)
+    keys, values = HEADS[None, ..., :32], 3 * HEADS[None, ..., 32:]
+    cache.update(keys, values, 0)
+    theirs = cache.update(keys[:, :, :1], values[:, :, :1], 0)
+    for heads, read in zip((keys, values), theirs, strict=True):
+        assert torch.equal(read_back(heads, "fp8", "halves", keys=True), read[:, :, :-1])
 
 
 @pytest.mark.parametrize("keys", [True, False])
@@ -81,5 +99,5 @@ def test_the_size_of_a_cache_and_formats_that_are_none():
     config = tiny_model(head_dim=32, num_key_value_heads=4).config
     assert parse_cache("q8_0/q4_0").bytes_per_token(config) == 3 * 4 * (34 + 18)
     assert str(parse_cache("q4_0")) == "q4_0" and str(parse_cache("q8_0/q4_0")) == "q8_0/q4_0"
-    with pytest.raises(UserError, match="--cache: expected f16, q8_0, q4_0 or two of them as KEYS/VALUES"):
+    with pytest.raises(UserError, match="--cache: expected f16, fp8, q8_0, q4_0 or two of them"):
         parse_cache("q5_0")
