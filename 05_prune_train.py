@@ -239,10 +239,10 @@ def train_masked(run: TrainingRun, settings: Settings, teacher, saved: str | Non
 
     saved: the checkpoint to resume from. Returns False if a signal stopped it.
     """
-    conversion, schedule, kind = run.conversion, settings.schedule, settings.masks
+    conversion, schedule, kind = run.conversion, settings.schedules.student, settings.masks
     until = switch_step(schedule.steps)
     student = students.masked_student(
-        conversion, run.ranks, run.execution, kind, settings.seed, fresh=not saved, train=settings.train)
+        conversion, run.ranks, settings.execution, kind, settings.seed, fresh=not saved, train=settings.train)
     optimizer = students.masked_optimizer(student, settings.rates, kind, settings.mask_lr)
     flops = distillation_flops(student, teacher, settings.train)
     job = Job(student, optimizer, run.directory, run.ranks, flops)
@@ -277,7 +277,7 @@ def train_gqa(run: TrainingRun, settings: Settings, teacher, saved: str | None, 
     """
     conversion, blended = run.conversion, run.conversion.blended
     student = students.gqa_student(
-        conversion, run.ranks, run.execution, fresh=not saved, train=settings.train)
+        conversion, run.ranks, settings.execution, fresh=not saved, train=settings.train)
     optimizer = students.student_optimizer(student, settings.rates, blended)
     flops = distillation_flops(student, teacher, settings.train)
     job = Job(student, optimizer, run.directory, run.ranks, flops)
@@ -285,7 +285,7 @@ def train_gqa(run: TrainingRun, settings: Settings, teacher, saved: str | None, 
         names = (lambda name: blended_name(name, blended)) if switched else (lambda name: name)
         checkpoints.load(job, saved, names)
 
-    for step in steps(job, settings.schedule, run.pool):
+    for step in steps(job, settings.schedules.student, run.pool):
         run.heldout.measure_start(step, teacher)  # merged/, before the first step
         gqa_step(step, teacher, settings.loss)
         run.heldout.measure(step, teacher)
@@ -294,7 +294,7 @@ def train_gqa(run: TrainingRun, settings: Settings, teacher, saved: str | None, 
 
 def train_student(run: TrainingRun, settings: Settings) -> bool:
     """Distill from the teacher, with masks and then as a GQA model. Returns False if a signal stopped it."""
-    ranks, conversion, schedule = run.ranks, run.conversion, settings.schedule
+    ranks, conversion, schedule = run.ranks, run.conversion, settings.schedules.student
     recorded = settings_to_resume(run, settings)
     checkpoints.begin(run.directory, recorded, ranks)
     if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, RECORD))):
@@ -309,7 +309,7 @@ def train_student(run: TrainingRun, settings: Settings) -> bool:
     ranks.say(f"pruning {conversion.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
     if ranks.first:
         run.heldout.write_unmeasured(run.directory)
-    teacher = build_teacher(run.teacher, ranks, run.execution)
+    teacher = build_teacher(run.teacher, ranks, settings.execution)
     saved = checkpoints.newest(run.directory, ranks)
     start = checkpoints.step_of(saved) if saved else 0
     switch = switch_step(schedule.steps) if settings.masks != "off" else 0
@@ -334,7 +334,7 @@ def settings_to_resume(run: TrainingRun, settings: Settings) -> dict:
     starts = checkpoints.of_first_rank({name: fingerprint(path) for name, path in starts.items()}
                                        if run.ranks.first else None)
     shared = {"merge": conversion.merge, "kv_heads": conversion.kv_heads}
-    return (settings.schedule.to_resume() | settings.resumed | shared | run.computation
+    return (settings.schedules.student.to_resume() | settings.resumed | shared | run.computation
             | run.pool.description() | starts)
 
 
@@ -382,14 +382,15 @@ def prune_train(args, started: Started, ranks) -> int:
 
 def train(run: TrainingRun, settings: Settings) -> int:
     """Train the teacher, if there is a schedule for it, then the student. Returns the exit code."""
-    if settings.teacher_schedule is None:
+    schedule = settings.schedules.teacher
+    if schedule is None:
         title = "the source" if settings.teacher == SOURCE else "the teacher"
         run.ranks.say(f"reads   {run.teacher}: {title}")
     else:
         if settings.teacher:  # shared: another run may be training it, too
             parent, name = os.path.split(os.path.abspath(run.teacher))
             begin_stage(name, argparse.Namespace(run=parent))
-        if not train_teacher(run, settings.teacher_schedule, settings.teacher_rates):
+        if not train_teacher(run, schedule, settings.teacher_rates, settings.execution):
             return STOPPED
     free_memory(run.ranks)  # of the teacher that was trained
     return 0 if train_student(run, settings) else STOPPED

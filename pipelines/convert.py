@@ -162,7 +162,7 @@ class Commands:
         table = [flag for section in stage5.FLAGS.values() for flag in section]
         training.chat = [NONE]
         with_defaults(training, defaults_of(table, conversion, NONE), conversion,
-                      config.max_position_embeddings)
+                      config.max_position_embeddings, bos=False)
 
 
 def flag(name: str, *values) -> list[str]:

@@ -42,7 +42,7 @@ from common.training.flops import CHOSEN, forward_flops, products
 from common.training.heldout import QUESTIONS, Heldout, heldout_questions, heldout_share
 from common.training.lines import CHAT_SET, TASK_SET, TEXT_SET
 from common.training.memory import Cluster, Phase, peak_memory, size
-from common.training.settings import defaults_of, make_schedules, phases_of, with_defaults
+from common.training.settings import SHORTEST_ROW, defaults_of, make_schedules, phases_of, with_defaults
 from common.training.sharding import Execution, joined_ranks
 from pipelines import cost
 
@@ -111,19 +111,18 @@ def conversion_of_config(model: str, kv_heads: int | None, whole_head: bool) -> 
 
 def filled(args, defaults: dict, conversion: Conversion) -> argparse.Namespace:
     """The flags with what was left out. Raises UserError for text without --text-tokens."""
-    positions = load_config(conversion.model["path"]).max_position_embeddings
+    path = conversion.model["path"]
+    positions = load_config(path).max_position_embeddings
     given = argparse.Namespace(**vars(args))
     if args.model:  # whether it has a chat template is not known
         given.chat = [NONE]
-    given = with_defaults(given, defaults, conversion, positions)
+    bos = args.bos if args.model else bos_prefix(load_tokenizer(path, args.bos))
+    given = with_defaults(given, defaults, conversion, positions, bool(bos))
     if args.model:
         given.chat = [source for source in args.chat or () if source != NONE]
-        given.bos = bool(args.bos)
         if (given.text or given.chat) and not args.text_tokens:
             raise UserError("--text, --chat: expected --text-tokens N with --model, which reads no text, "
                             "found none")
-    else:
-        given.bos = bool(bos_prefix(load_tokenizer(conversion.model["path"], args.bos)))
     return given
 
 
@@ -287,15 +286,16 @@ def planned_phases(args, given, conversion: Conversion, defaults: dict, pool: Po
     gpus = on_gpus(args)
     teacher = given.teacher or (os.path.join(args.run, "teacher") if args.run else None)
     known = teacher == SOURCE or bool(teacher) and os.path.lexists(teacher)
-    schedules = make_schedules(given, defaults, conversion, pool, gpus, known)
+    row = args.tokens_per_microbatch or SHORTEST_ROW[gpus]
+    schedules = make_schedules(given, defaults, conversion, pool, row)
     if known:
-        schedules.pop("teacher", None)
+        schedules = replace(schedules, teacher=None)
     elif not pool.answered:
         raise UserError(f"--teacher {teacher}: expected one that exists, or source, as text has no answers "
                         "to fine-tune one on")
     execution = Execution(compute=torch.bfloat16 if gpus else getattr(torch, args.dtype or "float32"),
                           recompute=bool(args.recompute))
-    phases = phases_of(conversion, pool, execution, given.masks, given.train, schedules)
+    phases = phases_of(given, conversion, pool, execution, schedules)
     return memory.fit(phases, cost.parse_hardware(args.on), gpus and args.recompute is None,
                       gpus and args.tokens_per_microbatch is None)
 

@@ -13,7 +13,7 @@ from common.run.artifact import Started, check_input, input_digests, read_record
 from common.run.kinds import MERGES
 from common.training.checkpoints import of_first_rank
 from common.training.heldout import Heldout
-from common.training.sharding import Execution, Ranks
+from common.training.sharding import Ranks
 
 STAGE = "05_prune_train.py"
 HUB_COMMITS = "hub_commits"  # a setting: {data set of the hub that is trained on: its commit}
@@ -67,7 +67,7 @@ def read_conversion(run: str, ranks, exported: str | None = None) -> Conversion:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A call of stage 5: its directories, what was read, and how it is computed."""
+    """A call of stage 5: its directories and what was read."""
 
     directory: str
     teacher: str  # the teacher's checkpoint
@@ -75,13 +75,12 @@ class TrainingRun:
     pool: Pool
     heldout: Heldout
     ranks: Ranks
-    execution: Execution
+    dtype: str  # of the computation
     started: Started
 
     @property
     def computation(self) -> dict:
         """What must match on resume because it changes the metrics."""
-        settings = {"dtype": str(self.execution.compute)}
         args = self.started.args
         commits = hub_commits([*args.text, *args.chat, args.heldout_text])
-        return settings | ({HUB_COMMITS: commits} if commits else {})
+        return {"dtype": f"torch.{self.dtype}"} | ({HUB_COMMITS: commits} if commits else {})

@@ -43,10 +43,33 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """What is trained on, and what is held out."""
+
+    pool: Pool
+    heldout: Heldout
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The schedules of the trainings."""
+
+    student: Schedule
+    teacher: Schedule | None  # None: the teacher is there
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The schedules, whose packed rows fit into memory, and the execution that does."""
+
+    schedules: Schedules
+    execution: Execution
+
+
+@dataclass(frozen=True)
 class Settings:
     """What flags, model, data and machine decide of a call: every value is filled in."""
 
-    sources: Sources
     teacher: str | None  # as given: SOURCE, a directory, or None for RUN/teacher/
     masks: str  # a key of MASKS, or "off"
     train: str  # "all" or "attention"
@@ -55,8 +78,8 @@ class Settings:
     mask_lr: float
     rates: Rates
     teacher_rates: Rates
-    schedule: Schedule
-    teacher_schedule: Schedule | None  # None: there is a teacher
+    schedules: Schedules
+    execution: Execution
     force: bool
     resumed: dict[str, object]  # flags that must be the same to go on with a training
 
@@ -77,14 +100,15 @@ def defaults_of(flags: list[Flag], conversion: Conversion, tasks: str | None) ->
     return defaults | ({"masks": "off"} if tasks == NONE and whole_head else {})
 
 
-def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) -> argparse.Namespace:
+def with_defaults(args, defaults: dict, conversion: Conversion, positions: int,
+                  bos: bool) -> argparse.Namespace:
     """A copy of the flags with each that was left out, except those that depend on the number of samples.
 
-    defaults: from defaults_of. positions: of the source model. Raises UserError for flags that do not fit it
-    or this machine.
+    defaults: from defaults_of. positions: of the source model. bos: whether texts and prompts begin with the
+    begin-of-sequence token. Raises UserError for flags that do not fit the model or this machine.
     """
     demo = conversion.model["name"] == DEMO
-    filled = argparse.Namespace(**vars(args))
+    filled = argparse.Namespace(**vars(args) | {"bos": bos})
     for name, value in defaults.items():
         in_epochs = name == "steps" and args.epochs is not None
         if getattr(filled, name, None) is None and name not in OF_LENGTH and not in_epochs:
@@ -106,19 +130,32 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int) 
     return filled
 
 
-def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, cuda: bool,
-                   has_teacher: bool) -> dict[str, Schedule]:
-    """The schedules of the "teacher" (unless it is given) and of the "student". args: with these defaults."""
+def read_samples(sources: Sources, context: DataContext, every: int, earlier: dict) -> Samples:
+    """What is trained on and what is held out, tokenized for the checkpoint context.model. Raises UserError.
+
+    every: steps between measurements. earlier: the settings of the training that goes on, if one does: it
+    reads the commits that it began with.
+    """
+    ranks = context.ranks
+    COMMITS.update(earlier.get(HUB_COMMITS, {}))
+    if ranks.first and not earlier:
+        check_sources(sources.text, sources.chat)
+    named = [*sources.text, *sources.chat, sources.heldout_text]
+    COMMITS.update(checkpoints.of_first_rank(hub_commits(named) if ranks.first else None))
+    texts = heldout_texts(sources, context)  # first: if it is refused, not after --text is tokenized
+    pool = load_pool(sources, context)
+    return Samples(pool, load_heldout(sources, context, texts, every))
+
+
+def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, row: int) -> Schedules:
+    """The schedules of both trainings. args: the flags, with these defaults. row: tokens of a packed one."""
     common = {"clip": CLIP, "seed": args.seed, "save_steps": args.save_steps,
               "save_minutes": args.save_minutes, "print_every": args.print_every, "reduce": args.reduce,
-              "tokens_per_microbatch": args.tokens_per_microbatch or SHORTEST_ROW[cuda],
-              "loss_chunk": args.loss_chunk}
-    schedules = {}
-    if not (has_teacher and args.teacher):
-        batch = args.teacher_batch
-        steps = args.teacher_steps or engine.epochs_to_steps(TEACHER_EPOCHS, len(pool.answered), batch)
-        warmup = engine.warmup_for(defaults["teacher_warmup"], steps, share=5)
-        schedules["teacher"] = Schedule(steps, batch, warmup, **common)
+              "tokens_per_microbatch": row, "loss_chunk": args.loss_chunk}
+    batch = args.teacher_batch
+    steps = args.teacher_steps or engine.epochs_to_steps(TEACHER_EPOCHS, len(pool.answered), batch)
+    warmup = engine.warmup_for(defaults["teacher_warmup"], steps, share=5)
+    teacher = Schedule(steps, batch, warmup, **common)
     steps, batch = args.steps, args.batch or defaults["batch"] or engine.batch_for(len(pool))
     if not steps:
         group_size = conversion.model["kv_heads"] // conversion.kv_heads
@@ -127,7 +164,39 @@ def make_schedules(args, defaults: dict, conversion: Conversion, pool: Pool, cud
     if steps < 2 and args.masks != "off":
         raise UserError(f"--steps: expected at least 2 (the last fifth trains without masks), found {steps}")
     warmup = args.warmup or engine.warmup_for(defaults["warmup"], steps)
-    return schedules | {"student": Schedule(steps, batch, warmup, **common)}
+    return Schedules(Schedule(steps, batch, warmup, **common), teacher)
+
+
+def choose_by_memory(args, conversion: Conversion, pool: Pool, schedules: Schedules, ranks,
+                     rows: bool) -> Fitted:
+    """What only costs or saves memory, by that of the ranks' devices, as memory.fit says.
+
+    args: the flags, with their defaults. rows: on GPUs choose the tokens of packed rows, too.
+    """
+    cuda, compute = ranks.device.type == "cuda", getattr(torch, args.dtype)
+    execution = Execution(compute=compute, recompute=bool(args.recompute), compile=args.compile)
+    phases, cluster = phases_of(args, conversion, pool, execution, schedules), memory.cluster_of(ranks)
+    phases = memory.fit(phases, cluster, cuda and args.recompute is None, cuda and rows)
+    _, work, _, student = phases[-1]
+    if work.recompute and not args.recompute:
+        ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
+    if cuda:
+        gathered = f", weights gathered {'once a row' if work.whole else 'layer by layer'}"
+        ranks.say(f"rows    of up to {student.tokens_per_microbatch} tokens" + gathered * (cluster.ranks > 1))
+    teacher = phases[0].schedule if schedules.teacher else None
+    return Fitted(Schedules(student, teacher), replace(execution, recompute=work.recompute, whole=work.whole))
+
+
+def phases_of(args, conversion: Conversion, pool: Pool, execution: Execution,
+              schedules: Schedules) -> list[Phase]:
+    """The trainings: the teacher's, if it has a schedule, then the student's. args: flags and defaults."""
+    config, compute = load_config(conversion.model["path"]), execution.compute.itemsize
+    student = Student(conversion.kv_heads, conversion.blended if args.masks != "off" else (), args.train)
+    trainings = {"teacher": (pool.answered, None, schedules.teacher),
+                 f"pruning {conversion.title}": (pool, student, schedules.student)}
+    return [Phase(title, Workload.of(config, samples, schedule.loss_chunk, execution.recompute, compute),
+                  trained, schedule)
+            for title, (samples, trained, schedule) in trainings.items() if schedule]
 
 
 def rates_of(args) -> tuple[Rates, Rates]:
@@ -136,20 +205,10 @@ def rates_of(args) -> tuple[Rates, Rates]:
     return student, Rates(args.teacher_lr, args.beta2, args.weight_decay)
 
 
-def read(sources: Sources, model: str, args, ranks, earlier: dict) -> tuple[Pool, Heldout]:
-    """What is trained on and what is held out, tokenized for the checkpoint `model`. Raises UserError.
-
-    earlier: the settings of the training that goes on, if one does: it reads the commits that it began with.
-    """
-    context = DataContext(model, args.run, ranks.device, ranks, bos=args.bos)
-    COMMITS.update(earlier.get(HUB_COMMITS, {}))
-    if ranks.first and not earlier:
-        check_sources(sources.text, sources.chat)
-    named = [*sources.text, *sources.chat, sources.heldout_text]
-    COMMITS.update(checkpoints.of_first_rank(hub_commits(named) if ranks.first else None))
-    texts = heldout_texts(sources, context)  # first: if it is refused, not after --text is tokenized
-    pool = load_pool(sources, context)
-    return pool, load_heldout(sources, context, texts, args.heldout_every)
+def settings_begun(directory: str, teacher: str) -> dict:
+    """The settings of the training that was begun, the student's or the teacher's; {} without one."""
+    begun = (os.path.join(home, checkpoints.SETTINGS) for home in (directory, f"{teacher}.train"))
+    return next((checkpoints.read_settings(path) for path in begun if os.path.exists(path)), {})
 
 
 def settle(
@@ -159,96 +218,36 @@ def settle(
     started: Started,
     ranks,
 ) -> tuple[Settings, TrainingRun]:
-    """Read the samples, and fill in every flag that was left out. Raises UserError for what does not fit."""
+    """Read the samples, make the schedules and choose by memory. Raises UserError for what does not fit."""
     source, defaults = conversion.model["path"], defaults_of(flags, conversion, args.tasks)
-    config = load_config(source)
-    args = with_defaults(args, defaults, conversion, config.max_position_embeddings)
-    args.bos = bool(bos_prefix(load_tokenizer(source, args.bos)))
-    sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
+    positions, cuda = load_config(source).max_position_embeddings, ranks.device.type == "cuda"
+    defaults["dtype"] = "bfloat16" if cuda else "float32"
+    bos = bool(bos_prefix(load_tokenizer(source, args.bos)))
+    args = with_defaults(args, defaults, conversion, positions, bos)
     directory = os.path.join(args.run, named("train", args.name))
     teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # --force was obeyed before
-    force = args.force and not restarted
+    # --force was obeyed before torchrun restarted the ranks
+    force = args.force and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     earlier = {} if force else checkpoints.of_first_rank(settings_begun(directory, teacher))
-    pool, heldout = read(sources, source, args, ranks, earlier)
-    cuda = ranks.device.type == "cuda"
-    dtype = args.dtype or ("bfloat16" if cuda else "float32")
-    execution = Execution(compute=getattr(torch, dtype), recompute=bool(args.recompute), compile=args.compile)
-    run = TrainingRun(directory, teacher, conversion, pool, heldout, ranks, execution,
+
+    sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
+    context = DataContext(source, args.run, ranks.device, ranks, bos=bos)
+    samples = read_samples(sources, context, args.heldout_every, earlier)
+    run = TrainingRun(directory, teacher, conversion, samples.pool, samples.heldout, ranks, args.dtype,
                       replace(started, args=args))
-    has_teacher = find_teacher(run, args.teacher, force)
-    schedules = make_schedules(args, defaults, conversion, pool, cuda, has_teacher)
+
+    row = args.tokens_per_microbatch or earlier.get("tokens_per_microbatch")
+    schedules = make_schedules(args, defaults, conversion, samples.pool, row or SHORTEST_ROW[cuda])
     rates, teacher_rates = rates_of(args)
-    if has_teacher and "teacher" in schedules:
-        check_teacher(run, schedules.pop("teacher"), teacher_rates)
+    if find_teacher(run, args.teacher, force):
+        if not args.teacher:
+            check_teacher(run, schedules.teacher, teacher_rates)
+        schedules = replace(schedules, teacher=None)
+
+    fitted = choose_by_memory(args, conversion, samples.pool, schedules, ranks, rows=not row)
     resumed = {flag.attribute: getattr(args, flag.attribute) for flag in flags if flag.resumed}
     settings = Settings(
-        sources=sources, teacher=args.teacher, masks=args.masks, train=args.train, seed=args.seed,
-        loss=Loss(args.kl_on, args.l0_weight), mask_lr=args.mask_lr,
-        rates=rates, teacher_rates=teacher_rates, schedule=schedules["student"],
-        teacher_schedule=schedules.get("teacher"), force=force, resumed=resumed)
-    return fit(run, settings, args, cuda, earlier)
-
-
-def fit(
-    run: TrainingRun,
-    settings: Settings,
-    args,  # the flags, with their defaults
-    cuda: bool,
-    earlier: dict,  # the settings of the training that goes on, if one does
-) -> tuple[Settings, TrainingRun]:
-    """Fill in, by the memory of the ranks' devices, what only costs or saves it, as memory.fit says.
-
-    A training that goes on keeps its rows.
-    """
-    conversion, execution, ranks = run.conversion, run.execution, run.ranks
-    schedules = {"teacher": settings.teacher_schedule, "student": settings.schedule}
-    phases = phases_of(conversion, run.pool, execution, settings.masks, settings.train, schedules)
-    cluster, chooses = memory.cluster_of(ranks), cuda and args.tokens_per_microbatch is None
-    rows = earlier.get("tokens_per_microbatch") if chooses else None
-    phases = memory.with_rows(phases, rows) if rows else phases
-    phases = memory.fit(phases, cluster, cuda and args.recompute is None, chooses and not rows)
-    _, work, _, schedule = phases[-1]
-    if work.recompute and not args.recompute:
-        ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
-    if cuda:
-        gathered = f", weights gathered {'once a row' if work.whole else 'layer by layer'}"
-        ranks.say(f"rows    of up to {schedule.tokens_per_microbatch} tokens"
-                  + gathered * (cluster.ranks > 1))
-    teacher_schedule = phases[0].schedule if settings.teacher_schedule else None
-    execution = replace(execution, recompute=work.recompute, whole=work.whole)
-    return (replace(settings, schedule=schedule, teacher_schedule=teacher_schedule),
-            replace(run, execution=execution))
-
-
-def settings_begun(directory: str, teacher: str) -> dict:
-    """The settings of the training that was begun, the student's or the teacher's, or none. Raises UserError
-    for those that cannot be read.
-    """
-    for path in (os.path.join(home, checkpoints.SETTINGS) for home in (directory, f"{teacher}.train")):
-        if os.path.exists(path):
-            return checkpoints.read_settings(path)
-    return {}
-
-
-def phases_of(
-    conversion: Conversion,
-    pool: Pool,
-    execution: Execution,
-    masks: str,  # a key of MASKS, or "off"
-    train: str,  # "all" or "attention"
-    schedules: dict[str, Schedule | None],  # as make_schedules gives them
-) -> list[Phase]:
-    """The trainings: of the teacher, if it has a schedule, and of the student."""
-    config = load_config(conversion.model["path"])
-
-    def work_of(samples, schedule: Schedule) -> Workload:
-        return Workload.of(config, samples, schedule.loss_chunk, execution.recompute,
-                           execution.compute.itemsize, execution.whole)
-
-    student = Student(conversion.kv_heads, conversion.blended if masks != "off" else (), train)
-    schedule = schedules["student"]
-    phases = [Phase(f"pruning {conversion.title}", work_of(pool, schedule), student, schedule)]
-    if schedule := schedules.get("teacher"):
-        phases.insert(0, Phase("teacher", work_of(pool.answered, schedule), None, schedule))
-    return phases
+        teacher=args.teacher, masks=args.masks, train=args.train, seed=args.seed,
+        loss=Loss(args.kl_on, args.l0_weight), mask_lr=args.mask_lr, rates=rates, teacher_rates=teacher_rates,
+        schedules=fitted.schedules, execution=fitted.execution, force=force, resumed=resumed)
+    return settings, run

@@ -77,7 +77,7 @@ def check_teacher(run: TrainingRun, schedule: Schedule, rates: Rates) -> None:
                         f"--teacher {run.teacher} to take it as it is, or --force to start over")
 
 
-def train_teacher(run: TrainingRun, schedule: Schedule, rates: Rates) -> bool:
+def train_teacher(run: TrainingRun, schedule: Schedule, rates: Rates, execution: Execution) -> bool:
     """Fine-tune the source model on the samples' answers. Returns False if a signal stopped it."""
     source, directory, samples = run.conversion.model["path"], run.teacher + ".train", run.pool.answered
     ranks = run.ranks
@@ -85,7 +85,7 @@ def train_teacher(run: TrainingRun, schedule: Schedule, rates: Rates) -> bool:
     settings = teacher_settings(run, schedule, rates)
     checkpoints.begin(directory, settings, ranks)
     saved = checkpoints.newest(directory, ranks)
-    teacher = build(load_config(source), ranks, run.execution, None if saved else lambda name: (source, name))
+    teacher = build(load_config(source), ranks, execution, None if saved else lambda name: (source, name))
     job = Job(teacher, student_optimizer(teacher, rates), directory, ranks, sft_flops(teacher))
     if saved:
         checkpoints.load(job, saved)

@@ -1,6 +1,5 @@
 """Stage 5 on tasks, chats and texts: the pool, the source as teacher, training attention alone."""
 
-import argparse
 import json
 import os
 import re
@@ -30,8 +29,7 @@ from common.training.checkpoints import saved_checkpoints
 from common.training.conversion import TrainingRun
 from common.training.heldout import heldout_texts, load_heldout
 from common.training.lines import CHAT_SET, TEXT_SET, read_metrics
-from common.training.settings import read
-from common.training.sharding import Execution
+from common.training.settings import read_samples
 from hub import save_data_set, serving
 from runs import (
     GROUPING,
@@ -182,11 +180,10 @@ def test_ranks_agree_on_the_commit_of_heldout_text_and_keep_it(data_set, inputs,
     agreed, on_all_ranks = [], "common.training.checkpoints.of_first_rank"
     monkeypatch.setattr(on_all_ranks, lambda value: agreed.append(value) or value)
     sources = Sources(text=[inputs["text"]], text_length=8, heldout_text=HUB_TEXT, heldout_sequences=1)
-    args = argparse.Namespace(run=str(tmp_path), bos=None, heldout_every=1)
-    read(sources, inputs["model"], args, group_of_one, {})
+    read_samples(sources, context_of(tmp_path, inputs["model"], group_of_one), 1, {})
     assert agreed == [{HUB_TEXT: "a" * 40}]
     started = SimpleNamespace(args=SimpleNamespace(text=[], chat=[], heldout_text=HUB_TEXT))
-    run = TrainingRun("", "", None, None, None, group_of_one, Execution(), started)
+    run = TrainingRun("", "", None, None, None, group_of_one, "float32", started)
     assert run.computation["hub_commits"] == {HUB_TEXT: "a" * 40}
 
 

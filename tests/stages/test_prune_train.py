@@ -104,7 +104,8 @@ def test_a_teacher_learns_by_its_own_schedule_and_is_freed_before_the_student_is
         alive.append(weakref.ref(model))
         return True
 
-    settings = SimpleNamespace(teacher=None, teacher_schedule="of the teacher", teacher_rates="its own")
+    settings = SimpleNamespace(teacher=None, schedules=SimpleNamespace(teacher="of the teacher"),
+                               teacher_rates="its own", execution="on GPUs")
     monkeypatch.setattr(stage5, "train_teacher", train_teacher)
     monkeypatch.setattr(stage5, "train_student", lambda *_: alive[0]() is None)
     gc.disable()
@@ -112,7 +113,7 @@ def test_a_teacher_learns_by_its_own_schedule_and_is_freed_before_the_student_is
         assert stage5.train(SimpleNamespace(ranks=group_of_one), settings) == 0
     finally:
         gc.enable()
-    assert given == ["of the teacher", "its own"]
+    assert given == ["of the teacher", "its own", "on GPUs"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The flags of stage 5: published values, those of the demo model, budgets, and what is refused."""
 
 import argparse
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,11 +14,12 @@ from common.run.errors import UserError
 from common.run.files import write_json
 from common.run.flags import Cases
 from common.training import memory, settings
-from common.training.conversion import Conversion, TrainingRun
-from common.training.engine import Schedule, batch_for, epochs_to_steps, published_epochs, warmup_for
+from common.training.conversion import Conversion
+from common.training.engine import batch_for, epochs_to_steps, published_epochs, warmup_for
 from common.training.heldout import QUESTIONS
 from common.training.memory import Cluster, Device, Phase, Workload
-from common.training.sharding import Execution, Ranks
+from common.training.settings import Schedules
+from common.training.sharding import Ranks
 from reference import SCHEDULE, stage5
 from runs import flags
 
@@ -41,17 +42,14 @@ def defaults_of(pair: Conversion, args: argparse.Namespace) -> dict:
 def filled(pair: Conversion, *words, positions: int = 2048) -> argparse.Namespace:
     """A command line's flags with what is left out."""
     args = flags(*words)
-    return settings.with_defaults(args, defaults_of(pair, args), pair, positions)
+    return settings.with_defaults(args, defaults_of(pair, args), pair, positions, bos=False)
 
 
-def schedules_of(
-    pair: Conversion, samples: int, *words, texts: int = 0, cuda: bool = False
-) -> dict[str, Schedule]:
+def schedules_of(pair: Conversion, samples: int, *words, texts: int = 0, row: int = 4096) -> Schedules:
     """The schedules of a command line for so many questions and texts."""
     args = filled(pair, *words)
     pool = Pool([Sample((1,), (2,))] * samples, [Sample((1, 2))] * texts)
-    has_teacher = args.teacher == "source"
-    return settings.make_schedules(args, defaults_of(pair, args), pair, pool, cuda, has_teacher)
+    return settings.make_schedules(args, defaults_of(pair, args), pair, pool, row)
 
 
 def test_each_rate_is_its_flags():
@@ -97,15 +95,12 @@ def test_what_a_resumed_training_may_change():
     (pair_of(16, demo=True), 640, 0, "", [100, 350]),
     # text adds to the student's epochs, not to SFT; without tasks the source teaches for one epoch
     (pair_of(2), 640, 640, "", [10, 100]),
-    (pair_of(16), 640, 640, "--tasks none --batch 64", [20]),
-    (pair_of(16, demo=True), 0, 160, "--tasks none", [80]),  # batches of 2
-    (pair_of(2), 640, 0, "--teacher source", [50]),
-    (pair_of(16), 640, 640, "--tasks none --teacher DIR", [10, 256]),
+    (pair_of(16), 640, 640, "--tasks none --batch 64", [10, 20]),
+    (pair_of(16), 640, 640, "--tasks none --teacher DIR", [10, 256]),  # batches of 5
 ])
 def test_budgets_are_those_of_the_paper_unless_flags_say_otherwise(pair, samples, texts, words, steps):
     schedules = schedules_of(pair, samples, *words.split(), texts=texts)
-    assert [schedule.steps for schedule in schedules.values()] == steps
-    assert list(schedules) == ["teacher", "student"][-len(steps) :]
+    assert [schedules.teacher.steps, schedules.student.steps] == steps
 
 
 def test_data_flags_left_out(monkeypatch):
@@ -125,65 +120,60 @@ def test_data_flags_left_out(monkeypatch):
         assert (args.teacher, args.heldout_text, args.text_length) == (teacher, heldout, 100)
 
 
-def fitted(monkeypatch, tmp_path, needs, *words, force=False, lengths=(500, 500), batch=64, cuda=True):
-    """(tokens of a row, recompute, whole) of a student on eight GPUs, each of which holds what `needs`
+def fitted(monkeypatch, needs, *words, rows=True, lengths=(500, 500), device="cuda"):
+    """(tokens of a row, recompute, whole) of a student on eight devices, each of which holds what `needs`
     (tokens of a row, recompute, whole) says is at most 1.
     """
     eight = Cluster(8, Device(80))
-    monkeypatch.setattr(memory, "cluster_of", lambda ranks: eight)
+
     def too_large(phases, cluster, share=1) -> bool:
         assert cluster == eight
         return any(needs(schedule.tokens_per_microbatch, work.recompute, work.whole) > share
                    for _, work, _, schedule in phases)
 
+    monkeypatch.setattr(memory, "cluster_of", lambda ranks: eight)
     monkeypatch.setattr(memory, "too_large", too_large)
-    monkeypatch.setattr(settings.checkpoints, "of_first_rank", lambda value: value)
-    monkeypatch.setattr(settings, "phases_of", lambda _, pool, execution, masks, train, schedules: [
-        Phase("", Workload(None, [*lengths], [], 512, execution.recompute), None, schedules["student"])])
-    args, empty = flags(*words), dict.fromkeys(field.name for field in fields(settings.Settings))
-    schedule = replace(SCHEDULE, batch=batch,
-                       tokens_per_microbatch=args.tokens_per_microbatch or 4096)
-    chosen = settings.Settings(**empty | {"force": force, "schedule": schedule})
-    run = TrainingRun(str(tmp_path / "train"), str(tmp_path / "teacher"), None, Pool([]), None,
-                      Ranks(0, 8, torch.device("cpu")), Execution(recompute=bool(args.recompute)), None)
-    said = []
-    monkeypatch.setattr(Ranks, "say", lambda ranks, text: said.append(text))
-    begun = {} if force else settings.settings_begun(run.directory, run.teacher)
-    chosen, run = settings.fit(run, chosen, args, cuda, begun)
-    gathered = "once a row" if run.execution.whole else "layer by layer"
-    tokens = chosen.schedule.tokens_per_microbatch
-    assert said[-1:] == [f"rows    of up to {tokens} tokens, weights gathered {gathered}"] * cuda
-    assert chosen.teacher_schedule is None
-    return chosen.schedule.tokens_per_microbatch, run.execution.recompute, run.execution.whole
+    monkeypatch.setattr(settings, "phases_of", lambda args, pair, pool, execution, schedules: [
+        Phase("", Workload(None, [*lengths], [], 512, execution.recompute), None, schedules.student)])
+    args = flags(*words, "--dtype", "float32")
+    schedule = replace(SCHEDULE, batch=64, tokens_per_microbatch=4096)
+    ranks = Ranks(0, 8, torch.device(device))
+    chosen = settings.choose_by_memory(args, None, None, Schedules(schedule, None), ranks, rows)
+    assert chosen.schedules.teacher is None
+    execution = chosen.execution
+    return chosen.schedules.student.tokens_per_microbatch, execution.recompute, execution.whole
 
 
-def test_memory_decides_rows_recomputing_and_gathering(monkeypatch, tmp_path):
+def test_memory_decides_rows_recomputing_and_gathering(monkeypatch):
     """Rows double from 4096 tokens to a rank's share of a batch, 64 x 500 / 8 = 4000, 64 x 4000 / 8 = 32000,
     and two standard deviations; each rank may hold the tokens of a row, more if it keeps weights whole.
     """
     def needs(room):
         return lambda tokens, recompute, whole: (tokens / 4 ** recompute + 5000 * whole) / room
 
-    def fit(room, *words, **options):
-        return fitted(monkeypatch, tmp_path, needs(room), *words, **options)
+    def fit(room, *words, lengths=(4000, 4000), **options):
+        return fitted(monkeypatch, needs(room), *words, lengths=lengths, **options)
 
-    long = {"lengths": (4000, 4000)}
-    assert fit(1e9) == (4096, False, True)
-    assert fit(1e9, **long) == (32768, False, True)
+    assert fit(1e9, lengths=(500, 500)) == (4096, False, True)
+    assert fit(1e9) == (32768, False, True)
     assert fit(1e9, lengths=(0, 8000)) == (65536, False, True)  # 32000 tokens, and two times 4000
-    assert fit(33000, **long) == (32768, False, False)
-    assert fit(32000, **long) == (16384, False, False)
-    assert fit(32700, **long) == (16384, False, True)  # 21384 is less than two thirds
-    assert fit(4000, **long) == (8192, True, False)  # 2048 of 4096 tokens' activations, or four times fewer
-    assert fit(1e9, "--tokens-per-microbatch", "100", **long) == (100, False, True)
-    assert fit(1e9, cuda=False, **long) == (4096, False, True)
-    assert fit(1, cuda=False, **long) == (4096, False, False)
-    for name in ("teacher.train", "train"):  # of a training that was begun: the student's rather
+    assert fit(33000) == (32768, False, False)
+    assert fit(32000) == (16384, False, False)
+    assert fit(32700) == (16384, False, True)  # 21384 is less than two thirds
+    assert fit(4000) == (8192, True, False)  # 2048 of 4096 tokens' activations, or four times fewer
+    assert fit(4000, "--no-recompute") == (4096, False, False)
+    assert fit(1e9, rows=False) == (4096, False, True)  # a flag's, or those of a training that goes on
+    assert fit(1e9, device="cpu") == (4096, False, True)
+    assert fit(1, device="cpu") == (4096, False, False)
+
+
+def test_a_training_that_goes_on_is_the_students_or_else_the_teachers(tmp_path):
+    places = [str(tmp_path / name) for name in ("train", "teacher")]
+    assert settings.settings_begun(*places) == {}
+    for name in ("teacher.train", "train"):
         (tmp_path / name).mkdir()
-        write_json(tmp_path / name / "settings.json", {"tokens_per_microbatch": len(name)})
-        assert fit(1e9, **long)[0] == len(name) and fit(1e9, force=True, **long)[0] == 32768
-    write_json(tmp_path / "train" / "settings.json", {"tokens_per_microbatch": 65536})
-    assert fit(20000, **long) == (65536, True, False)  # the begun rows, recomputed where they do not fit
+        write_json(tmp_path / name / "settings.json", {"of": name})
+        assert settings.settings_begun(*places) == {"of": name}
 
 
 @pytest.mark.parametrize("demo, expected", [
@@ -192,14 +182,12 @@ def test_flags_left_out_take_the_published_values(demo, expected):
     args = filled(pair_of(demo=demo))
     values = {name: getattr(args, name) for name in expected.keys() - set(settings.OF_LENGTH)}
     assert values.items() <= expected.items()
-    for cuda, tokens in ((False, 2048), (True, 4096)):
-        schedules = schedules_of(pair_of(demo=demo), 64_000, cuda=cuda)
-        for name, prefix in (("teacher", "teacher_"), ("student", "")):
-            schedule = schedules[name]
-            assert schedule.batch == expected[f"{prefix}batch"]
-            assert schedule.warmup == expected[f"{prefix}warmup"]
-            assert (schedule.clip, schedule.seed, schedule.save_minutes) == (1.0, 0, 20)
-            assert schedule.tokens_per_microbatch == tokens
+    schedules = schedules_of(pair_of(demo=demo), 64_000, row=99)
+    for schedule, prefix in ((schedules.teacher, "teacher_"), (schedules.student, "")):
+        assert schedule.batch == expected[f"{prefix}batch"]
+        assert schedule.warmup == expected[f"{prefix}warmup"]
+        assert (schedule.clip, schedule.seed, schedule.save_minutes) == (1.0, 0, 20)
+        assert schedule.tokens_per_microbatch == 99
     args = filled(pair_of(), "--lr", "3e-4", "--batch", "5")
     assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
 
@@ -221,7 +209,7 @@ def test_defaults_without_tasks(demo, blended, chosen):
 def test_the_batch_without_tasks_follows_from_the_samples():
     assert [batch_for(samples) for samples in (1, 499, 750, 5000, 10**6)] == [2, 2, 3, 20, 64]
     for extra, batch, count in (([], 8, 250), (["--batch", "5"], 5, 400)):
-        student = schedules_of(pair_of(), 0, "--tasks", "none", *extra, texts=2000)["student"]
+        student = schedules_of(pair_of(), 0, "--tasks", "none", *extra, texts=2000).student
         assert (student.batch, student.steps) == (batch, count)
 
 
@@ -230,7 +218,7 @@ def test_warm_up_takes_a_tenth_of_a_short_training_at_most():
     assert [warmup_for(20, steps, 5) for steps in (1, 10, 100, 1000)] == [1, 2, 20, 20]
     for extra, warmup in (([], 5), (["--warmup", "20"], 20)):
         schedules = schedules_of(pair_of(), 640, "--steps", "50", "--teacher-steps", "40", *extra)
-        assert (schedules["student"].warmup, schedules["teacher"].warmup) == (warmup, 8)
+        assert (schedules.student.warmup, schedules.teacher.warmup) == (warmup, 8)
 
 
 @pytest.mark.parametrize("group_size, words, message", [
