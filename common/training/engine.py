@@ -5,9 +5,8 @@ The body of a step is the caller's: `for step in steps(job, ...)`, as in 05_prun
 
 import contextlib
 import math
-import os
 import re
-import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from common.run.errors import UserError
-from common.training import checkpoints, sharding
+from common.training import checkpoints
 from common.training.attention import Trainee
 from common.training.metrics import Metrics
 from common.training.packing import Row, rows_ahead, split_over_ranks
-from common.training.sharding import Ranks, reduce_gradients
+from common.training.sharding import Ranks, reduce_gradients, signals_to
 
-PARENT = os.getppid()  # of a rank, torchrun's agent: where it is killed, nobody else stops the ranks
 EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> epochs over the training sets (Table 1)
 FEWEST_STEPS, BATCHES = 250, (2, 64)  # the batch is chosen for so many steps within these limits
 STOPPED = 75  # exit code when a signal stopped training: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -177,14 +175,15 @@ class Step:
 
 @contextlib.contextmanager
 def signals_noted():
-    """Context manager: signals that ask to stop are noted in a list, so that the step and its checkpoint
-    complete. One that is left in it, which came after the last step, goes to the previous handler.
+    """Context manager: signals that ask to stop set a flag, so that the step and its checkpoint complete.
+
+    Raises KeyboardInterrupt if it is set at the end, by one that came after the last step.
     """
-    noted = []
-    with sharding.signals_to(lambda number, frame: noted.append(number)):
-        yield noted
-    if noted:
-        signal.raise_signal(noted[0])
+    flag = threading.Event()
+    with signals_to(lambda *_: flag.set()):
+        yield flag
+    if flag.is_set():
+        raise KeyboardInterrupt
 
 
 def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None) -> Iterator[Step]:
@@ -196,7 +195,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
     until = until or schedule.steps
     saved, job.stopped = time.perf_counter(), False
     batches = rows_ahead(samples, range(job.step, until), schedule, job.ranks)
-    with (signals_noted() as signals, contextlib.closing(Metrics(job, schedule)) as metrics,
+    with (signals_noted() as asked_to_stop, contextlib.closing(Metrics(job, schedule)) as metrics,
           contextlib.closing(batches)):
         while job.step < until and not job.stopped:
             began = time.perf_counter()
@@ -208,8 +207,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
             metrics.write({"step": job.step} | step.metrics)
             minutes = (time.perf_counter() - saved) / 60
             late = job.ranks.first and minutes > schedule.save_minutes  # one clock decides
-            orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
-            job.stopped, late = on_any_rank(bool(signals) or orphan, late)
+            job.stopped, late = on_any_rank(asked_to_stop.is_set(), late)
             regular = schedule.save_steps and job.step % schedule.save_steps == 0
             if job.stopped or late or regular or job.step == until:
                 if not total_norm(job.trainee.net.parameters()).isfinite():
@@ -218,7 +216,7 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
                 checkpoints.save(job)
                 saved = time.perf_counter()
         if job.stopped:
-            signals.clear()  # handled
+            asked_to_stop.clear()  # handled
     if job.stopped:
         job.ranks.say(f"stopped by a signal after step {job.step}; the same command resumes from there")
 

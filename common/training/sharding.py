@@ -20,10 +20,9 @@ from common.models.weights import StoredWeights, shape_of
 from common.run.errors import UserError
 from common.training.attention import Trainee
 
-# How long ranks wait for one that is silent: the first may hash 142 GB of weights at 20 MB/s. One that dies
-# is noticed by torchrun at once, but not by those that are joining it.
-PATIENCE, JOINING = datetime.timedelta(hours=2), datetime.timedelta(minutes=10)
-AT_WORK = datetime.timedelta(days=2)  # the same, while others tokenize or generate text
+# How long ranks wait for a silent one, which may hash a large model, or tokenize or generate text. Where one
+# dies, torchrun ends the others.
+TIMEOUT = datetime.timedelta(days=2)
 KINDS_OF_PASS = 64  # at most: teacher and students, with and without gradients, rows of few or many tokens
 
 
@@ -57,10 +56,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def waiting(self):
-        """Context manager: for work that takes ranks long; they leave it together."""
-        group = dist.new_group(backend="gloo", timeout=AT_WORK)
+        """Context manager: ranks leave it together, unless by an error."""
         yield
-        dist.barrier(group)
+        dist.barrier()
 
     def say(self, text: str) -> None:
         """Print once, from the first rank."""
@@ -75,14 +73,13 @@ def interrupt(number: int, frame) -> None:
 
 @contextlib.contextmanager
 def signals_to(handler):
-    """Context manager: signals that ask to stop go to a handler, but SIGHUP not where nohup ignores it.
+    """Context manager: signals that ask to stop go to a handler, but not those that nohup or a shell ignores.
 
     Slurm can send SIGUSR1 before a job's time is over.
     """
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, handler) for number in numbers}
+    asking = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
+    before = {number: signal.signal(number, handler) for number in asking
+              if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield
     finally:
@@ -114,19 +111,16 @@ def init_ranks() -> Ranks:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    store, rank, world = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
-        store, rank, world = next(rendezvous("env://", timeout=JOINING))
+        store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
         if processes == world:
             # torchrun's store outlives the ranks: those that it starts again would find the dead ones'
             # addresses. On several nodes each counts attempts of its own.
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=JOINING)
-        dist.distributed_c10d._set_pg_timeout(PATIENCE)
-        store.set_timeout(PATIENCE)  # of groups that are made later, when the first rank may be hashing
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=world)
+    return Ranks(rank, world, device)
 
 
 @contextlib.contextmanager

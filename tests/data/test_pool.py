@@ -295,15 +295,6 @@ def test_tokens_of_other_commands_stay_and_what_was_cut_is_written_again(inputs,
     assert again.description() == expected and Path(again.texts.path).read_bytes() == content
 
 
-def test_ranks_wait_for_the_first_one_to_tokenize(inputs, tmp_path, group_of_one, monkeypatch):
-    """Longer than the half hour after which a barrier gives up."""
-    timeouts, new_group = [], torch.distributed.new_group
-    monkeypatch.setattr(torch.distributed, "new_group", lambda **options: (
-        timeouts.append(options["timeout"]) or new_group(**options)))
-    pool_of(tmp_path / "run", inputs["model"], group_of_one, text=[inputs["text"]])
-    assert [timeout.total_seconds() > 3600 for timeout in timeouts] == [True]
-
-
 @pytest.mark.slow
 def test_training_on_text_with_the_source_as_teacher(aligned_run, inputs, tmp_path):
     """While masks are open the student is its teacher; stopped and resumed, it ends bit-identical."""

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -204,16 +203,6 @@ def test_masks_may_change_alone(group_of_one, tmp_path):
     step.backward(job.trainee.replicated["log_alpha"].sum())
     step.update()
     assert step.metrics["grad_norm"] == 0
-
-
-def test_a_rank_whose_launcher_is_gone_saves_and_stops(job, monkeypatch):
-    monkeypatch.setattr(engine, "PARENT", os.getppid() + 1)
-    assert train_squares(job, schedule_of(2))  # not under torchrun: a shell may exit before its job
-
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    job.step = 0
-    assert not train_squares(job, schedule_of(3))
-    assert job.step == 1 and checkpoints.step_of(saved_checkpoints(job.directory)[0]) == 1
 
 
 def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):

@@ -165,33 +165,12 @@ def test_gradients_of_replicated_parameters_are_the_mean_of_what_scaled_losses_g
     assert reached.grad.tolist() == [3, 3] and untouched.grad is None
 
 
-def test_ranks_wait_for_one_that_hashes_a_checkpoint(monkeypatch):
-    """142 GB at 20 MB/s; nccl alone would wait for ten minutes, gloo for thirty. But not in the join, where
-    one may have died."""
+def test_ranks_wait_for_one_that_is_at_work_for_a_day(monkeypatch):
+    """It may tokenize text; nccl alone would wait for ten minutes, gloo for thirty."""
     waits = []
-
-    def wait(timeout):
-        waits.append(timeout.total_seconds())
-
-    store = SimpleNamespace(set_timeout=wait)
-    monkeypatch.setattr(sharding, "dist", SimpleNamespace(
-        init_process_group=lambda backend, store, timeout, **place: wait(timeout),
-        PrefixStore=lambda prefix, store: store, distributed_c10d=SimpleNamespace(_set_pg_timeout=wait),
-        get_rank=lambda: 0, get_world_size=lambda: 2))
-    monkeypatch.setattr(sharding, "rendezvous", lambda url, timeout: iter([(store, 0, 2)]))
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout, **_: waits.append(timeout))
     sharding.init_ranks()
-    assert waits[0] <= 600 and min(waits[1:]) > 142e9 / 20e6 and len(waits) == 3
-
-
-def test_ranks_leave_long_work_together(group_of_one, monkeypatch):
-    """By a group of its own, which waits as long as that work may take."""
-    done, new_group = [], dist.new_group
-    monkeypatch.setattr(dist, "new_group", lambda **options: done.append(options) or new_group(**options))
-    monkeypatch.setattr(dist, "barrier", lambda group: done.append(dist.get_backend(group)))
-    with group_of_one.waiting():
-        done.append("work")
-    assert done == [{"backend": "gloo", "timeout": sharding.AT_WORK}, "work", "gloo"]
+    assert waits[0].days >= 1
 
 
 def test_more_processes_than_gpus_are_one_line(monkeypatch):
