@@ -7,9 +7,8 @@ to the teacher (Eq. 27-31).
 Reads   RUN/aligned/ and RUN/merged/ from stage 4, the source model, and what to train on
 Writes  RUN/teacher/  an ordinary checkpoint with the source's heads; skipped if it already exists
         RUN/train/    checkpoints step-N/ (sharded, the last two and the best), metrics.jsonl, curves.png,
-                      tensorboard/ (if installed), heldout.npy and heldout_chats.jsonl (held-out text and
-                      chats that are not measured here, for stage 7); stage.json when training is complete
-        RUN/tokens/   the tokens of --text
+                      tensorboard/ (if installed); stage.json when training is complete
+        RUN/tokens/   the tokens of --text, and held-out ones that are not measured here, for stage 7
 
     torchrun --nproc-per-node 8 05_prune_train.py --run-dir runs/llama2-7b --no-bos   # one node of 8 GPUs
     torchrun --nproc-per-node 2 05_prune_train.py                           # demo model, minutes on two cores
@@ -157,9 +156,8 @@ FLAGS = {
              "--text, split (the held-out parts of --text), or none (default: c4 if --text has it; demo for "
              "the demo model; else split)", metavar="SOURCE"),
         Flag("heldout-sequences", flags.positive, "number of texts to measure, of --text-length tokens each, "
-             "and of chats, of the held-out parts of --chat; as many others are written to heldout.npy and "
-             "heldout_chats.jsonl, for stage 7; fewer where held-out parts are short; of what the model "
-             "generates, a tenth of what is trained on", 32),
+             "and of chats, of the held-out parts of --chat; as many others are kept for stage 7; fewer "
+             "where held-out parts are short; of what is generated, a tenth of what is trained on", 32),
         Flag("heldout-questions", flags.non_negative, "first N of each task's validation split (default: "
              f"{QUESTIONS}, of tasks that have one)"),
         Flag("heldout-every", flags.positive, "steps between measurements; merged/, the first and the last "
@@ -307,8 +305,6 @@ def train_student(run: TrainingRun, settings: Settings) -> bool:
     read += [os.path.dirname(run.pool.texts.path)] if run.pool.texts else []
     inputs = conversion.inputs | input_digests(run.started.args.run, read)
     ranks.say(f"pruning {conversion.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
-    if ranks.first:
-        run.heldout.write_unmeasured(run.directory)
     teacher = build_teacher(run.teacher, ranks, settings.execution)
     saved = checkpoints.newest(run.directory, ranks)
     start = checkpoints.step_of(saved) if saved else 0
@@ -344,7 +340,8 @@ def write_student(run: TrainingRun, schedule: Schedule, recorded: dict, inputs: 
     lines = read_metrics(os.path.join(directory, METRICS))
     summary = recorded | summarize(lines)
     plots.curves(os.path.join(directory, "curves.png"), lines, conversion.title)
-    record = replace(run.started, inputs=inputs).record(conversion.model, summary)
+    started = replace(run.started, inputs=inputs)
+    record = started.record(conversion.model, summary, heldout=run.heldout.left)
     write_record(directory, record)
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "

@@ -11,7 +11,7 @@ Writes  RUN/eval/: eval.md, a column per checkpoint; its numbers in stage.json; 
     python 07_eval.py --run runs/llama2-7b --layerwise   # perplexity and cache size, in the memory of a layer
     python 07_eval.py --model teacher=runs/a/teacher gqa=runs/a/gqa baseline=runs/b/gqa --limit 200 --seed 0
     python 07_eval.py --run runs/mine --tasks none --text FILE.txt --prompts PROMPTS.txt    # no questions
-    python 07_eval.py --run runs/mine --tasks none --chat runs/mine/train/heldout_chats.jsonl --text none
+    python 07_eval.py --run runs/mine --tasks none --chat CHATS.jsonl --text none
     python 07_eval.py --run runs/mine --tasks none --cache q8_0 q8_0/q4_0 q4_0     # with quantized caches
     python 07_eval.py                            # the demo model, under a minute on two cores
 
@@ -39,6 +39,7 @@ from common.data.documents import EXPECTED, NONE, digests_of
 from common.data.rows import TABLE_NAMES
 from common.data.sources import CHECKED
 from common.data.tasks import TASKS
+from common.data.text import TOKENS
 from common.evaluation import compared
 from common.evaluation.compared import Settings, is_calibration
 from common.evaluation.measure import measure_all
@@ -52,6 +53,7 @@ from common.run.artifact import (
     begin_stage,
     input_digests,
     read_record,
+    resolved,
     verify_files,
     write_directory,
     write_record,
@@ -60,7 +62,7 @@ from common.run.errors import Complete, UserError, run_stage
 from common.run.files import read_json, read_text, write_text
 from common.run.flags import stage_parser
 from common.run.kinds import SOURCE
-from common.training.checkpoints import HELDOUT_CHATS, HELDOUT_TEXT
+from common.training.heldout import CHATS
 from common.training.lines import OPEN_MASKS
 
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
@@ -217,8 +219,9 @@ def add_heldout(args) -> None:
     """Let what a training without tasks held out be the text and the chats, where others are not given."""
     trained = read_json(os.path.join(args.run, "train", RECORD))
     if isinstance(trained, dict) and trained.get("arguments", {}).get("tasks") == NONE:
-        text, chat = (path if os.path.exists(path := os.path.join(args.run, "train", name)) else None
-                      for name in (HELDOUT_TEXT, HELDOUT_CHATS))
+        home = resolved(args.run, trained.get("heldout"))
+        text, chat = (path if home and os.path.exists(path := os.path.join(home, name)) else None
+                      for name in (TOKENS, CHATS))
         args.text, args.chat = args.text or text or NONE, args.chat or (None if args.layerwise else chat)
 
 

@@ -325,7 +325,8 @@ def plan(args, ranks) -> None:
     hours = print_phases(phases, args.on)
     if heldout.sets:
         samples = [sample for samples in heldout.sets.values() for sample in samples]
-        times = 1 + heldout.measurements(phases[-1].schedule.steps)  # merged/ first
+        steps = phases[-1].schedule.steps
+        times = 1 + sum(heldout.due(step, steps) for step in range(1, steps + 1))  # merged/ first
         hours += print_heldout(config, samples, times, cluster)
     generates = any(map(is_generated, (*sources.text, *sources.chat, sources.heldout_text)))
     print(f"plan: {duration(hours)} on {args.on}{', including the teacher' * (len(phases) > 1)}"

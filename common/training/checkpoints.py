@@ -29,7 +29,6 @@ from common.training.lines import METRICS, heldout_kl, read_metrics
 
 KEPT = 2
 SETTINGS = "settings.json"  # the settings that training started with
-HELDOUT_TEXT, HELDOUT_CHATS = "heldout.npy", "heldout_chats.jsonl"  # for stage 7
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 

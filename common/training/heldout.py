@@ -1,9 +1,7 @@
 """Held-out measurement: how close the student is to its teacher on samples that it is not trained on."""
 
-import io
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,27 +9,27 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from common.data import documents
 from common.data.chat import load_chats, token_lines
 from common.data.documents import EVALUATION, HELDOUT, NONE, TRAIN, digest_of, is_generated, parse_source
-from common.data.pool import SPLIT, Sources, generated_rows
-from common.data.rows import TABLES, Sample, as_samples
+from common.data.pool import SPLIT, Sources, generated_rows, samples_digest
+from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated, read_sequences
 from common.data.tasks import check_lengths, has_split, load_task, tokenize
-from common.data.text import TOKEN, TooShort, packed_rows
+from common.data.text import TOKEN, TOKENS, TooShort, packed_rows
 from common.models.equivalence import COMPARED, compare
 from common.models.head import head_of
 from common.models.load import bos_prefix, load_config
-from common.run.artifact import RECORD, resolved
+from common.run.artifact import RECORD, find_part, resolved, write_directory, write_record
 from common.run.errors import UserError
-from common.run.files import read_json, write_file
-from common.training import checkpoints
-from common.training.checkpoints import HELDOUT_CHATS, HELDOUT_TEXT
+from common.run.files import read_json, write_text
+from common.training.checkpoints import of_first_rank
 from common.training.lines import CHAT_SET, START, TASK_SET, TEXT_SET
 from common.training.packing import rows_of_step
 from common.training.sharding import release
 
-TEXTS = (".txt", *TABLES)  # files whose contents are compared
 QUESTIONS = 16  # of each task, where it has a validation split
+CHATS = "chats.jsonl"  # beside TOKENS, in a directory of RUN/tokens/
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Heldout:
 
     sets: dict[str, list[Sample]]  # some of SETS -> samples, at least one
     every: int  # steps between measurements
-    unmeasured: Sequence[Sample] = ()  # texts and chats
+    left: str | None = None  # the directory of the others, from keep_unmeasured
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to measure after `step` (from 1) of `steps`: the first, the last and every `every`-th."""
@@ -59,25 +57,6 @@ class Heldout:
             metrics = self.metrics(step.job, teacher, step.schedule)
             step.metrics |= {f"{START}_{name}": figure for name, figure in metrics.items()}
             step.began += metrics["heldout_seconds"]
-
-    def write_unmeasured(self, directory: str) -> None:
-        """Write the unmeasured texts, if any, to heldout.npy, [n, length] int32, for 07_eval.py --text, and
-        the unmeasured chats to heldout_chats.jsonl, for its --chat.
-        """
-        texts = [sample.prompt for sample in self.unmeasured if not sample.answer_tokens]
-        chats = [sample for sample in self.unmeasured if sample.answer_tokens]
-        array = io.BytesIO()
-        np.save(array, np.array(texts, TOKEN))
-        for name, content in ((HELDOUT_TEXT, array.getvalue() if texts else b""),
-                              (HELDOUT_CHATS, token_lines(chats).encode())):
-            if content:
-                with write_file(os.path.join(directory, name)) as file:
-                    file.write(content)
-
-    def measurements(self, steps: int) -> int:
-        """The number of measurements in `steps` steps."""
-        others = sum(step % self.every > 0 for step in {1, steps})  # the first and the last
-        return (steps // self.every + others) * bool(self.sets)
 
     def measure(self, step, teacher) -> None:
         """Add the metrics to those of an engine.Step after which they are due."""
@@ -133,12 +112,31 @@ def load_heldout(sources: Sources, context: DataContext, texts: list[Sample], ev
     """What is held out, tokenized for the checkpoint context.model.
 
     texts: heldout_texts. Every second one of the texts and of the chats is measured, every so many steps.
-    Raises UserError for questions that cannot be read or are too long.
+    Raises UserError for chats or questions that cannot be read, and for questions that are too long.
     """
-    chats, questions = heldout_chats(sources, context), heldout_questions(sources, context)
-    sets = {TEXT_SET: texts[::2], CHAT_SET: chats[::2], TASK_SET: questions}
+    chats = split_samples(list(dict.fromkeys(sources.chat)), sources, context, chats=True)
+    sets = {TEXT_SET: texts[::2], CHAT_SET: chats[::2], TASK_SET: heldout_questions(sources, context)}
     sets = {name: samples for name, samples in sets.items() if samples}
-    return Heldout(sets, every, [*texts[1::2], *chats[1::2]])
+    return Heldout(sets, every, keep_unmeasured(texts[1::2], chats[1::2], context))
+
+
+def keep_unmeasured(texts: list[Sample], chats: list[Sample], context: DataContext) -> str | None:
+    """Write texts of one length to TOKENS, [n, length], for 07_eval.py --text, and chats to CHATS, for its
+    --chat, in a directory of RUN/tokens/, unless it has them. Returns the directory; None without samples.
+    """
+    if not texts and not chats:
+        return None
+    key = samples_digest([*texts, *chats])
+    path, made_by = os.path.join(context.run, "tokens", f"held-out-{key[:16]}"), {"key": key}
+    with context.writing_tokens():
+        if context.ranks.first and find_part(path, made_by) is None:
+            with write_directory(path) as aside:
+                if texts:
+                    np.save(os.path.join(aside, TOKENS), np.array([text.prompt for text in texts], TOKEN))
+                if chats:
+                    write_text(os.path.join(aside, CHATS), token_lines(chats))
+                write_record(aside, made_by)
+    return path
 
 
 def heldout_texts(sources: Sources, context: DataContext) -> list[Sample]:
@@ -147,14 +145,13 @@ def heldout_texts(sources: Sources, context: DataContext) -> list[Sample]:
     Raises UserError for text that cannot be read, is too short, or is trained on.
     """
     source, length, count = sources.heldout_text, sources.text_length, 2 * sources.heldout_sequences
-    if source == SPLIT:
-        return split_texts(sources, context, count)
+    if source == SPLIT:  # files first: a fault in one is found before text is generated
+        return split_samples(sorted(dict.fromkeys(sources.text), key=is_generated), sources, context)
     if source == NONE:
         return []
     trained_on = set()
-    if os.path.isfile(source) and source.endswith(TEXTS):
-        trained_on = checkpoints.of_first_rank(
-            shared_with_training(sources, context) if context.ranks.first else None)
+    if is_text_file(parse_source(source)):
+        trained_on = of_first_rank(shared_with_training(sources, context) if context.ranks.first else None)
 
     def read() -> tuple[list[Sample], str]:
         tokens, description = read_sequences(source, None, context, count, length, EVALUATION, trained_on)
@@ -166,47 +163,47 @@ def heldout_texts(sources: Sources, context: DataContext) -> list[Sample]:
     return samples
 
 
+def is_text_file(source: documents.Source) -> bool:
+    """Whether it is a file, and has text, not tokens."""
+    has_text = not source.endless and not isinstance(source, documents.TokenFile)
+    return has_text and os.path.isfile(source.name)
+
+
 def shared_with_training(sources: Sources, context: DataContext) -> set[bytes]:
     """The digests of what a file for --heldout-text shares with --text and with what RUN's calibration read.
 
     Raises UserError if they share all of it.
     """
-    source, run = sources.heldout_text, context.run
+    source, run = parse_source(sources.heldout_text), context.run
+    source.check()
     record = read_json(os.path.join(run, "calibration", RECORD))
     calibrated = resolved(run, record["arguments"]["text"]) if isinstance(record, dict) else NONE
-    others = [text for text in dict.fromkeys([*sources.text, calibrated])
-              if os.path.isfile(text) and text.endswith(TEXTS)]
-    own = set(map(digest_of, parse_source(source).contents(EVALUATION)))
-    shared = {digest for text in others for digest in map(digest_of, parse_source(text).contents(TRAIN))
-              if digest in own}
+    others = list(filter(is_text_file, map(parse_source, dict.fromkeys([*sources.text, calibrated]))))
+    own = set(map(digest_of, source.contents(EVALUATION)))
+    shared = {digest for text in others for digest in map(digest_of, text.contents(TRAIN)) if digest in own}
     if shared and shared == own:
-        raise UserError(f"--heldout-text {source}: expected text that training and calibration do not read, "
-                        f"found all of it in {' '.join(others)}")
+        raise UserError(f"--heldout-text {source.name}: expected text that training and calibration do not "
+                        f"read, found all of it in {' '.join(text.name for text in others)}")
     return shared
 
 
-def split_texts(sources: Sources, context: DataContext, count: int) -> list[Sample]:
-    """At most `count` texts of the held-out parts of --text, from each source as many, as far as it has them.
-
-    Of generated text at most a tenth of what is trained on, but two. Raises UserError for text that cannot be
-    read.
+def split_samples(names: list[str], sources: Sources, context: DataContext, chats=False) -> list[Sample]:
+    """At most twice `heldout_sequences` texts or chats of the held-out parts of these sources, from each as
+    many, as far as it has them. Raises UserError for what cannot be read.
     """
-    tokenizer, length, samples = context.tokenizer(), sources.text_length, []
-    prefix, texts = bos_prefix(tokenizer), list(dict.fromkeys(sources.text))
-    for source in sorted(texts, key=is_generated):  # a fault in a file is found before text is generated
-        if is_generated(source):
-            rows = heldout_share(source, texts, count, generated_rows(sources, len(prefix)))
-            try:
-                rows = generated(source, context, rows, length, HELDOUT).tolist()
-            except TooShort:  # of documents to continue
-                rows = []
+    count, length, samples = 2 * sources.heldout_sequences, sources.text_length, []
+    kind, begin = ("chats", []) if chats else (f"texts of {length} tokens", bos_prefix(context.tokenizer()))
+    for name in names if count else ():
+        if is_generated(name):
+            share = heldout_share(name, names, count, generated_rows(sources, len(begin)))
+            found = generated_samples(name, context, share, length, chats)
         else:
-            share = heldout_share(source, texts, count)
-            found, _ = context.kept(source, ["texts", share, length], partial(
-                held_out_rows, source, tokenizer, share, length - len(prefix)))
-            rows = [prefix + sample.prompt for sample in found]
-        samples += map(Sample, rows)
-        say_held_out(context, source, len(rows), f"texts of {length} tokens")
+            share = heldout_share(name, names, count)
+            read = partial(read_held_out, name, context, share, length, chats)
+            found, _ = context.kept(name, [kind, share], read)
+        samples += found
+        few = "" if found else ": its held-out part is too short"
+        context.ranks.say(f"reads   {name}: {len(found)} {kind}, held out{few}")
     return samples[:count]
 
 
@@ -218,44 +215,29 @@ def heldout_share(source: str, sources, count: int, trained: int = 0) -> int:
     return min(share, max(2, trained // 10)) if is_generated(source) else share
 
 
-def heldout_chats(sources: Sources, context: DataContext) -> list[Sample]:
-    """At most twice `heldout_sequences` chats of the held-out parts of --chat, from each source as many.
-
-    Of generated ones at most a tenth of what is trained on, but two. Raises UserError for chats that cannot
-    be read.
-    """
-    count, samples, chats = 2 * sources.heldout_sequences, [], list(dict.fromkeys(sources.chat))
-    for source in chats if count else ():
-        if is_generated(source):
-            rows = heldout_share(source, chats, count, generated_rows(sources))
-            found = as_samples(generated(source, context, rows, sources.text_length, HELDOUT, chats=True))
-        else:
-            positions = load_config(context.model).max_position_embeddings
-            share = heldout_share(source, chats, count)
-            found, _ = context.kept(source, ["chats", share], partial(
-                held_out_chats, source, context.tokenizer(), positions, share))
-        samples += found
-        say_held_out(context, source, len(found), "chats")
-    return samples[:count]
-
-
-def held_out_rows(source: str, tokenizer, count: int, length: int) -> tuple[list[Sample], str]:
-    """At most `count` texts of a source's held-out part, for DataContext.kept."""
-    return [Sample(row) for row in packed_rows(source, tokenizer, count, length, HELDOUT)], ""
-
-
-def held_out_chats(source: str, tokenizer, longest: int, count: int) -> tuple[list[Sample], str]:
-    """At most `count` chats of a source's held-out part, for DataContext.kept."""
+def generated_samples(source: str, context: DataContext, count: int, length: int,
+                      chats: bool) -> list[Sample]:
+    """Texts or chats of the model, of the held-out seed; none where documents to continue are too short."""
     try:
-        return load_chats(source, tokenizer, longest, HELDOUT, most=count)
+        rows = generated(source, context, count, length, HELDOUT, chats)
+    except TooShort:
+        return []
+    return as_samples(rows) if chats else list(map(Sample, rows.tolist()))
+
+
+def read_held_out(source: str, context: DataContext, count: int, length: int,
+                  chats: bool) -> tuple[list[Sample], str]:
+    """At most `count` texts or chats of a source's held-out part, for DataContext.kept."""
+    tokenizer = context.tokenizer()
+    if not chats:
+        begin = bos_prefix(tokenizer)
+        rows = packed_rows(source, tokenizer, count, length - len(begin), HELDOUT)
+        return [Sample(begin + row) for row in rows], ""
+    try:
+        positions = load_config(context.model).max_position_embeddings
+        return load_chats(source, tokenizer, positions, HELDOUT, most=count)
     except TooShort:
         return [], ""
-
-
-def say_held_out(context: DataContext, source: str, count: int, kind: str) -> None:
-    """Print how many samples of a source's held-out part there are."""
-    few = "" if count else ": its held-out part is too short"
-    context.ranks.say(f"reads   {source}: {count} {kind}, held out{few}")
 
 
 def heldout_questions(sources: Sources, context: DataContext) -> list[Sample]:

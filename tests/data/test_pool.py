@@ -95,7 +95,7 @@ def test_tasks_chats_and_texts_are_one_pool(inputs, chats, tmp_path, group_of_on
 
 def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_of_one):
     """Of each source as many texts and chats, in its order; every second one is measured, the others are
-    written for stage 7.
+    kept for stage 7.
     """
     (model, path), tokenizer = chats, AutoTokenizer.from_pretrained(chats[0])
     save_chats(Path(path), *(chat_of(f"chat {number}") for number in range(60)))
@@ -110,13 +110,9 @@ def test_held_out_parts_are_apart_from_the_pool(inputs, chats, tmp_path, group_o
     heldout = load_heldout(sources, origin, texts, every=5)
     held_out = load_chats(path, tokenizer, 256, HELDOUT)[0][:6]
     assert heldout.sets == {TEXT_SET: texts[::2], CHAT_SET: held_out[::2]} and len(held_out) == 6
-    assert heldout.unmeasured == [*texts[1::2], *held_out[1::2]]
-    home = tmp_path / "train"
-    home.mkdir()
-    for _ in range(2):  # of a training that goes on
-        heldout.write_unmeasured(str(home))
-    assert np.load(home / "heldout.npy").tolist() == [text.prompt for text in texts[1::2]]
-    left = str(home / "heldout_chats.jsonl")
+    assert np.load(Path(heldout.left, "tokens.npy")).tolist() == [text.prompt for text in texts[1::2]]
+    assert load_heldout(sources, origin, texts, every=5).left == heldout.left  # of a training that goes on
+    left = str(Path(heldout.left, "chats.jsonl"))
     assert has_tokens(left) and not has_tokens(path)
     assert list(map(tokens_of, load_tokenized(left, 1000, 9)[0])) == list(map(tokens_of, held_out[1::2]))
     assert len(load_tokenized(left, 1000, 1)[0]) == 1
@@ -308,8 +304,8 @@ def test_training_on_text_with_the_source_as_teacher(aligned_run, inputs, tmp_pa
     assert float(left) == pytest.approx(drawn[-1], abs=0.25)
     assert (float(left) > 0) == ("masks had not closed" in done.stdout)
     record = json.loads((home / "train" / "stage.json").read_text())
-    (tokens,) = (home / "tokens").iterdir()
-    assert record["inputs"].keys() == {"RUN/aligned", "RUN/merged", f"RUN/tokens/{tokens.name}"}
+    tokens = {f"RUN/tokens/{path.name}" for path in (home / "tokens").iterdir()}
+    assert record["inputs"].keys() == {"RUN/aligned", "RUN/merged"} | tokens - {record["heldout"]}
     assert record["summary"]["texts"] > 0
     stop(2, *text_arguments(other, inputs))
     run(STAGE, *text_arguments(other, inputs))

@@ -50,7 +50,7 @@ def test_tokens_and_prompts_that_the_model_cannot_take_are_refused(inputs, tmp_p
 
 
 def test_chats_are_read_from_messages_as_from_their_tokens(tmp_path):
-    """heldout_chats.jsonl has chats as tokens, which suit one tokenizer alone."""
+    """What a training leaves has chats as tokens, which suit one tokenizer alone."""
     path, tokens = save_tiny(tmp_path / "model", vocab_size=300), tmp_path / "tokens.jsonl"
     chatml_tokenizer().save_pretrained(path)
     chats = save_chats(tmp_path / "chats.jsonl", *[

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from common.data.tasks import choice_samples, example_from_row
 from common.evaluation import evaluate
 from common.evaluation.compared import Settings, calibration_bos, read_calibration_text
 from common.models.load import bos_prefix, load_model, load_tokenizer
+from common.run.artifact import read_record
 from common.run.errors import UserError
 from common.training.heldout import heldout_texts, load_heldout
 from common.training.lines import TASK_SET
@@ -142,21 +144,23 @@ def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_pa
 
 @pytest.mark.slow
 def test_training_begins_so_and_goes_on_only_so(home, aligned, inputs, tmp_path):
-    """heldout.npy begins with the token once, and stage 7 adds no second one."""
+    """What it leaves for stage 7 begins with the token once, and that adds no second one."""
     out = copy_run(aligned["bare"], tmp_path / "run")
     words = ["05_prune_train.py", "--run", out, "--tasks", inputs["tasks"], "--text", inputs["text"],
              "--text-length", LENGTH, "--text-tokens", 3000, *TRAINING, "--steps", 2]
     printed = run(*words).stdout
     assert f" samples of {LENGTH} tokens, ^ first" in printed
-    rows = np.load(out / "train" / "heldout.npy")
-    assert read(out / "train" / "stage.json")["arguments"]["bos"] is True
+    record = read_record(str(out / "train"), "05_prune_train.py")
+    text = Path(record["heldout"], "tokens.npy")
+    rows = np.load(text)
+    assert record["arguments"]["bos"] is True
     assert (rows[:, 0] == BEGIN).all() and not (rows[:, 1] == BEGIN).any()
     assert rows.shape[1] == LENGTH and len(rows) > 1
     expect_error("samples_sha256", *words, "--no-bos")
     perplexities = []
     for name, flag in (("by-default", []), ("without", ["--no-bos"])):
         run("07_eval.py", "--run", tmp_path / name, "--model", home / "model", "--tasks", "none", "--text",
-            out / "train" / "heldout.npy", "--length", LENGTH, *flag)
+            text, "--length", LENGTH, *flag)
         result = read(tmp_path / name / "eval/stage.json")["results"]["model"]
         perplexities.append(result["perplexity"])
         assert result["perplexity_tokens"] == rows.size - len(rows)

@@ -148,12 +148,14 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, tm
 
 
 @pytest.mark.parametrize(("tasks", "text", "chat", "expected"), [
-    ("none", None, None, ["heldout.npy", None]), ("none", "t", "c", ["t", "c"]),
+    ("none", None, None, ["tokens.npy", None]), ("none", "t", "c", ["t", "c"]),
     ("hub", None, "c", [None, "c"])])
 def test_what_a_training_without_tasks_held_out_is_measured(tmp_path, tasks, text, chat, expected):
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train/heldout.npy").touch()
-    (tmp_path / "train/stage.json").write_text(json.dumps({"arguments": {"tasks": tasks}}))
+    for name in ("train", "tokens"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "tokens/tokens.npy").touch()
+    record = {"arguments": {"tasks": tasks}, "heldout": "RUN/tokens"}
+    (tmp_path / "train/stage.json").write_text(json.dumps(record))
     args = SimpleNamespace(run=str(tmp_path), text=text, chat=chat, layerwise=False)
     stage7.add_heldout(args)
     assert [args.text and args.text.rpartition("/")[2], args.chat] == expected

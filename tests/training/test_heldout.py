@@ -1,6 +1,5 @@
 """Held-out measurement: against its definition, sample by sample; and that it does not change training."""
 
-import itertools
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from common.models import blending
 from common.models.equivalence import COMPARED
 from common.models.head import product
 from common.models.load import load_model, load_tokenizer
+from common.run.artifact import read_record
 from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.engine import Step, steps
@@ -180,9 +180,6 @@ def test_steps_to_measure_after():
     assert not any(NOTHING.due(step, 10) for step in range(1, 11))
     heldout = replace(HELDOUT, every=4)
     assert [step for step in range(1, 11) if heldout.due(step, 10)] == [1, 4, 8, 10]
-    for every, last in itertools.product((1, 2, 3, 50), range(1, 60)):
-        for kept in (replace(HELDOUT, every=every), replace(NOTHING, every=every)):
-            assert kept.measurements(last) == sum(kept.due(step, last) for step in range(1, last + 1))
 
 
 def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, tmp_path):
@@ -200,10 +197,10 @@ def test_the_untrained_student_is_measured_before_the_first_step(group_of_one, t
 # what is held out
 
 
-def kept_out(inputs, ranks, texts=(), **changes) -> Heldout:
+def kept_out(inputs, ranks, run="", texts=(), **changes) -> Heldout:
     """What these sources keep out of training, beside these texts."""
     sources = {"tasks": inputs["tasks"], "only": ["piqa", "siqa"], "text_length": 64, "heldout_sequences": 3}
-    origin = DataContext(inputs["model"], "", "cpu", ranks)
+    origin = DataContext(inputs["model"], str(run), "cpu", ranks)
     sources = Sources(**sources | changes)
     return load_heldout(sources, origin, [*texts, *heldout_texts(sources, origin)], every=7)
 
@@ -211,19 +208,17 @@ def kept_out(inputs, ranks, texts=(), **changes) -> Heldout:
 def test_what_is_held_out(group_of_one, inputs, tmp_path):
     """Every second text, as stage 7 reads them, and the first questions of the validation splits."""
     tokenizer = load_tokenizer(inputs["model"])
-    heldout = kept_out(inputs, group_of_one, heldout_text=inputs["text"], heldout_questions=2)
+    heldout = kept_out(inputs, group_of_one, tmp_path, heldout_text=inputs["text"], heldout_questions=2)
     assert heldout.every == 7 and list(heldout.sets) == [TEXT_SET, TASK_SET]
     tokens, _ = load_tokens(inputs["text"], tokenizer, 6, 64, EVALUATION)
     assert [sample.segments for sample in heldout.sets[TEXT_SET]] == [(row,) for row in tokens[::2].tolist()]
-    assert [sample.segments for sample in heldout.unmeasured] == [(row,) for row in tokens[1::2].tolist()]
+    assert np.load(Path(heldout.left, "tokens.npy")).tolist() == tokens[1::2].tolist()  # for stage 7
     examples = [example for task in ("piqa", "siqa")
                 for example in load_task(task, "validation", inputs["tasks"])[0][:2]]
     assert heldout.sets[TASK_SET] == [tokenize(example, tokenizer) for example in examples]
     text = Sample((1, 2, 3))
-    single = kept_out(inputs, group_of_one, [text], tasks=NONE)
-    assert single.sets == {TEXT_SET: [text]} and not single.unmeasured
-    single.write_unmeasured(str(tmp_path))
-    assert not list(tmp_path.iterdir())  # none is left for stage 7
+    single = kept_out(inputs, group_of_one, texts=[text], tasks=NONE)
+    assert single.sets == {TEXT_SET: [text]} and single.left is None
 
 
 def test_number_of_questions(group_of_one, inputs, tmp_path):
@@ -295,8 +290,9 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
     student.load_state_dict(whole_weights(saved_checkpoints(str(home / "train"))[-1]))
     tokens, _ = load_tokens(inputs["text"], load_tokenizer(inputs["model"]), 8, 256, documents.HELDOUT)
     tokens, unmeasured = tokens[::2], tokens[1::2]
-    assert np.load(home / "train" / "heldout.npy").tolist() == unmeasured.tolist()  # for stage 7
-    summary = json.loads((home / "train" / "stage.json").read_text())["summary"]
+    record = read_record(str(home / "train"), STAGE)
+    assert np.load(Path(record["heldout"], "tokens.npy")).tolist() == unmeasured.tolist()  # for stage 7
+    summary = record["summary"]
     assert math.exp(lines[-1][f"{TEXT_SET}_loss"]) == pytest.approx(perplexity(student, tokens), rel=1e-4)
     figures = [f"{prefix}_{name}" for prefix in (TEXT_SET, TASK_SET) for name in COMPARED]
     assert {name: summary[name] for name in figures} == {name: lines[-1][name] for name in figures}
