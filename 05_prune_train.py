@@ -59,18 +59,7 @@ from common.models.blending import blended_name, set_masks
 from common.models.head import head_of
 from common.models.load import fingerprint
 from common.reporting import plots
-from common.run import flags
-from common.run.artifact import (
-    RECORD,
-    Started,
-    begin_stage,
-    difference,
-    field_fault,
-    input_digests,
-    read_record,
-    verify_files,
-    write_record,
-)
+from common.run import artifact, flags
 from common.run.errors import UserError, run_stage
 from common.run.files import read_json
 from common.run.flags import Cases, Choice, Flag, Switch, named, stage_parser
@@ -232,6 +221,16 @@ def gqa_step(step: Step, teacher, loss: Loss) -> None:
     step.update()
 
 
+def job_of(run: TrainingRun, settings: Settings, student, optimizer, teacher, saved: str | None,
+           stored_name=lambda name: name) -> Job:
+    """A student in training; it goes on from the checkpoint `saved`, if there is one, as checkpoints.load."""
+    flops = distillation_flops(student, teacher, settings.train)
+    job = Job(student, optimizer, run.directory, run.ranks, flops)
+    if saved:
+        checkpoints.load(job, saved, stored_name)
+    return job
+
+
 def train_masked(run: TrainingRun, settings: Settings, teacher, saved: str | None) -> bool:
     """The first 80 % of the steps: masks close, heads move from their own projections to their group's.
 
@@ -242,15 +241,11 @@ def train_masked(run: TrainingRun, settings: Settings, teacher, saved: str | Non
     student = students.masked_student(
         conversion, run.ranks, settings.execution, kind, settings.seed, fresh=not saved, train=settings.train)
     optimizer = students.masked_optimizer(student, settings.rates, kind, settings.mask_lr)
-    flops = distillation_flops(student, teacher, settings.train)
-    job = Job(student, optimizer, run.directory, run.ranks, flops)
-    if saved:
-        checkpoints.load(job, saved)
+    job = job_of(run, settings, student, optimizer, teacher, saved)
     masks = MASKS[kind](student.replicated, schedule.steps, settings.seed)
-    closed = torch.zeros_like(masks.noiseless())
+    set_masks(student.net, torch.zeros_like(masks.noiseless()))
 
     for step in steps(job, schedule, run.pool, until):  # each saves, and stops on a signal, as scheduled
-        set_masks(student.net, closed)
         run.heldout.measure_start(step, teacher)  # merged/, before the first step
         masked_step(step, masks, teacher, settings.loss)
         run.heldout.measure(step, teacher)  # every --heldout-every steps
@@ -277,14 +272,11 @@ def train_gqa(run: TrainingRun, settings: Settings, teacher, saved: str | None, 
     student = students.gqa_student(
         conversion, run.ranks, settings.execution, fresh=not saved, train=settings.train)
     optimizer = students.student_optimizer(student, settings.rates, blended)
-    flops = distillation_flops(student, teacher, settings.train)
-    job = Job(student, optimizer, run.directory, run.ranks, flops)
-    if saved:
-        names = (lambda name: blended_name(name, blended)) if switched else (lambda name: name)
-        checkpoints.load(job, saved, names)
+    names = (lambda name: blended_name(name, blended)) if switched else (lambda name: name)
+    job = job_of(run, settings, student, optimizer, teacher, saved, names)
 
     for step in steps(job, settings.schedules.student, run.pool):
-        run.heldout.measure_start(step, teacher)  # merged/, before the first step
+        run.heldout.measure_start(step, teacher)
         gqa_step(step, teacher, settings.loss)
         run.heldout.measure(step, teacher)
     return not job.stopped
@@ -295,15 +287,15 @@ def train_student(run: TrainingRun, settings: Settings) -> bool:
     ranks, conversion, schedule = run.ranks, run.conversion, settings.schedules.student
     recorded = settings_to_resume(run, settings)
     checkpoints.begin(run.directory, recorded, ranks)
-    if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, RECORD))):
-        record = read_record(run.directory, STAGE, conversion.model)
+    if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, artifact.RECORD))):
+        record = artifact.read_record(run.directory, STAGE, conversion.model)
         if ranks.first:
-            verify_files(run.directory, record)
+            artifact.verify_files(run.directory, record)
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     read = [run.teacher] if settings.teacher != SOURCE else []
     read += [os.path.dirname(run.pool.texts.path)] if run.pool.texts else []
-    inputs = conversion.inputs | input_digests(run.started.args.run, read)
+    inputs = conversion.inputs | artifact.input_digests(run.started.args.run, read)
     ranks.say(f"pruning {conversion.title}: {schedule.steps} steps of {schedule.batch} samples on {ranks}")
     teacher = build_teacher(run.teacher, ranks, settings.execution)
     saved = checkpoints.newest(run.directory, ranks)
@@ -315,11 +307,10 @@ def train_student(run: TrainingRun, settings: Settings) -> bool:
             return False
         free_memory(ranks)
         start, saved = switch, checkpoints.path_of(run.directory, switch)
-    if not train_gqa(run, settings, teacher, saved, switched=bool(switch) and start == switch):
-        return False
-    if ranks.first:
+    done = train_gqa(run, settings, teacher, saved, switched=bool(switch) and start == switch)
+    if done and ranks.first:
         write_student(run, schedule, recorded, inputs)
-    return True
+    return done
 
 
 def settings_to_resume(run: TrainingRun, settings: Settings) -> dict:
@@ -342,25 +333,25 @@ def write_student(run: TrainingRun, schedule: Schedule, recorded: dict, inputs: 
     plots.curves(os.path.join(directory, "curves.png"), lines, conversion.title)
     started = replace(run.started, inputs=inputs)
     record = started.record(conversion.model, summary, heldout=run.heldout.left)
-    write_record(directory, record)
+    artifact.write_record(directory, record)
     print(f"wrote   {directory}")
     print(f"05_prune_train: {schedule.steps} steps, {summary['tokens']} tokens, {outcome(lines)}, in "
           f"{run.started.clock()} s")
 
 
-def is_made_by(started: Started, directory: str, ranks) -> bool:
+def is_made_by(started: artifact.Started, directory: str, ranks) -> bool:
     """Whether a training is complete, by this command and from these inputs: then nothing else is read, and
     no data set of the hub is asked for. Raises UserError if its files are not as it wrote them.
     """
-    record, same = read_json(os.path.join(directory, RECORD)), False
-    if ranks.first and isinstance(record, dict) and not field_fault(record, STAGE):
-        same = difference(started, record) is None
+    record, same = read_json(os.path.join(directory, artifact.RECORD)), False
+    if ranks.first and isinstance(record, dict) and not artifact.field_fault(record, STAGE):
+        same = artifact.difference(started, record) is None
         if same:
-            verify_files(directory, record)
+            artifact.verify_files(directory, record)
     return checkpoints.of_first_rank(same)
 
 
-def prune_train(args, started: Started, ranks) -> int:
+def prune_train(args, started: artifact.Started, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     conversion = read_conversion(args.run, ranks, args.student)
     directory = os.path.join(args.run, named("train", args.name))
@@ -386,7 +377,7 @@ def train(run: TrainingRun, settings: Settings) -> int:
     else:
         if settings.teacher:  # shared: another run may be training it, too
             parent, name = os.path.split(os.path.abspath(run.teacher))
-            begin_stage(name, argparse.Namespace(run=parent))
+            artifact.begin_stage(name, argparse.Namespace(run=parent))
         if not train_teacher(run, schedule, settings.teacher_rates, settings.execution):
             return STOPPED
     free_memory(run.ranks)  # of the teacher that was trained
@@ -395,7 +386,7 @@ def train(run: TrainingRun, settings: Settings) -> int:
 
 def main() -> int:
     args = parse()
-    started = begin_stage(STAGE, args)
+    started = artifact.begin_stage(STAGE, args)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums in the switch, in any order

@@ -5,7 +5,6 @@ transformers computes it. Buffers of the allocator, NCCL and CUDA are not counte
 """
 
 import copy
-import functools
 import math
 import os
 import statistics
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from common.models import blending
 from common.models.families import OUTPUTS, geometry
-from common.models.load import by_config, empty_model
+from common.models.load import by_config, empty_model, weight_dtype
 from common.training.engine import Schedule
 from common.training.flops import products
 
@@ -178,15 +177,20 @@ class StepMemory:
     summed: bool = False  # gradients of several rows are summed before they are reduced
     reduced: bool = True  # over ranks: there are several processes, on one node or on several
 
-    @functools.cached_property
-    def sizes(self) -> tuple[Size, Size]:
-        """Of what is trained, and of the source model."""
-        return size(self.work.config, self.student), size(self.work.config)
+    @property
+    def model(self) -> Size:
+        """What is trained."""
+        return size(self.work.config, self.student)
 
-    @functools.cached_property
+    @property
     def trained(self) -> tuple[int, int, int]:
         """Trained parameters: of the model, of a layer, and of what is outside the layers."""
-        return self.sizes[0].trained(self.student)
+        return self.model.trained(self.student)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of a weight that is not trained."""
+        return weight_dtype("source", self.work.config).itemsize
 
     def weights(self) -> tuple:
         """The rank's shard, in float32 or as stored where it is not trained, and what is gathered.
@@ -195,10 +199,8 @@ class StepMemory:
         current one is, and in the backward pass of several ranks the next. If the weights are `whole`, all
         are gathered once a row. A process by itself copies only what it computes in another dtype.
         """
-        model, _ = self.sizes
-        (trained, *_), compute = self.trained, self.work.compute
-        frozen, stored = model.whole - trained, bytes_stored(self.work.config)
-        shard = (4 * trained + stored * frozen) / self.world
+        model, (trained, *_), compute = self.model, self.trained, self.work.compute
+        shard = (4 * trained + self.stored * (model.whole - trained)) / self.world
         root, layer = compute * model.root, compute * model.layer
         if not self.work.whole:
             gathered = root + layer, root + layer * min(self.world, 2), root + layer, root
@@ -212,8 +214,8 @@ class StepMemory:
     def copies(self) -> int:
         """Of the weights that a process by itself computes in another dtype than they are stored in."""
         (trained, *_), compute = self.trained, self.work.compute
-        frozen = self.sizes[0].whole - trained
-        return compute * (trained * (compute < 4) + frozen * (bytes_stored(self.work.config) != compute))
+        frozen = self.model.whole - trained
+        return compute * (trained * (compute < 4) + frozen * (self.stored != compute))
 
     def gradients(self) -> tuple:
         """In float32, and once more in the compute dtype while they are reduced: those of a layer, or of all
@@ -243,30 +245,20 @@ class StepMemory:
         head = config.vocab_size * config.hidden_size if of_root else 0
         return logits + 4 * head, self.work.compute * head, self.work.compute * head, 0
 
-    def optimizer(self) -> float:
-        """AdamW's two moments in float32."""
-        return 8 * self.trained[0] / self.world
-
     def teacher(self) -> float:
         """Its shard, and what stays gathered of it: embedding and head, or all from row to row."""
-        if not self.student:
-            return 0
-        _, source = self.sizes
+        source = size(self.work.config)
         gathered = source.whole * self.reduced if self.work.whole else source.root
-        return self.work.compute * (source.whole / self.world + gathered)
+        return self.work.compute * (source.whole / self.world + gathered) if self.student else 0
 
     def fullest(self) -> dict[str, float]:
         """Bytes by purpose at the moment that takes most; "total" is their sum."""
         names = ("parameters", "gradients", "activations", "loss")
         moments = zip(self.weights(), self.gradients(), self.activations(), self.loss(), strict=True)
         parts = dict(zip(names, max(moments, key=sum), strict=True))
-        parts |= {"optimizer": self.optimizer(), "teacher": self.teacher()}
+        moments_of_adam = 8 * self.trained[0] / self.world  # two, in float32
+        parts |= {"optimizer": moments_of_adam, "teacher": self.teacher()}
         return parts | {"total": sum(parts.values())}
-
-
-def bytes_stored(config) -> int:
-    """Bytes of a weight in the source model, kept where it is not trained."""
-    return config.dtype.itemsize if config.dtype else 4
 
 
 def peak_memory(work: Workload, student: Student | None, schedule: Schedule,
@@ -293,15 +285,9 @@ def too_large(phases: list[Phase], cluster: Cluster, share: float = 1) -> bool:
     return any(need["total"] > share * limit for need, limit in peaks)
 
 
-def with_rows(phases: list[Phase], tokens: int) -> list[Phase]:
-    """The phases with packed rows of so many tokens."""
-    return [phase._replace(schedule=replace(phase.schedule, tokens_per_microbatch=tokens))
-            for phase in phases]
-
-
-def with_work(phases: list[Phase], **changes) -> list[Phase]:
-    """The phases with other fields of their Workload."""
-    return [phase._replace(work=replace(phase.work, **changes)) for phase in phases]
+def changed(phases: list[Phase], part: str, **fields) -> list[Phase]:
+    """The phases with other fields of their "work" or "schedule"."""
+    return [phase._replace(**{part: replace(getattr(phase, part), **fields)}) for phase in phases]
 
 
 def fit(phases: list[Phase], cluster: Cluster, recompute: bool, rows: bool) -> list[Phase]:
@@ -311,11 +297,13 @@ def fit(phases: list[Phase], cluster: Cluster, recompute: bool, rows: bool) -> l
     rank's share of a batch.
     """
     if recompute and too_large(phases, cluster):
-        phases = with_work(phases, recompute=True)
-    if rows:
-        share, tokens = longest_share(phases, cluster), phases[0].schedule.tokens_per_microbatch
-        while tokens < share and not too_large(with_rows(phases, 2 * tokens), cluster):
-            tokens *= 2
-        phases = with_rows(phases, tokens)
-    whole = with_work(phases, whole=True)
+        phases = changed(phases, "work", recompute=True)
+    share, tokens = longest_share(phases, cluster), phases[0].schedule.tokens_per_microbatch
+    while rows and tokens < share:
+        tokens *= 2
+        longer = changed(phases, "schedule", tokens_per_microbatch=tokens)
+        if too_large(longer, cluster):
+            break
+        phases = longer
+    whole = changed(phases, "work", whole=True)
     return phases if too_large(whole, cluster, ROOMY) else whole

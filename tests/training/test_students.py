@@ -17,6 +17,7 @@ from common.training.conversion import TrainingRun
 from common.training.engine import Job
 from common.training.lines import OPEN_MASKS
 from common.training.mask_state import Masks, ReleasedMasks, switch_step
+from common.training.settings import Schedules
 from common.training.sharding import Execution
 from common.training.students import Rates
 from models import tiny_model
@@ -54,9 +55,10 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
     pair = saved_pair(tmp_path, blending.WHOLE_HEAD, torch.bfloat16)
     rates_of_flags = Rates(1.0, beta2=0.9, weight_decay=0.5, merged_lr_factor=2.0)
     settings = SimpleNamespace(train="attention", masks="l0-released", seed=3, mask_lr=7.0, loss=None,
-                               rates=rates_of_flags, schedule=SCHEDULE)
+                               rates=rates_of_flags, schedules=Schedules(SCHEDULE, None),
+                               execution=Execution())
     jobs, trained = [], []
-    run = TrainingRun(str(tmp_path), "", pair, Pool([]), NOTHING, group_of_one, Execution(), None)
+    run = TrainingRun(str(tmp_path), "", pair, Pool([]), NOTHING, group_of_one, "float32", None)
 
     def one_step(job, schedule, samples, until=None):
         jobs.append(job)
