@@ -19,7 +19,7 @@ from common.data.pool import Sources, load_tasks
 from common.models.load import load_model, load_tokenizer
 from common.run.artifact import write_record
 from common.run.errors import run_stage
-from common.training import checkpoints, sharding
+from common.training import checkpoints
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
 from reference import stage5
@@ -57,19 +57,6 @@ def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch):
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
     assert settings == [(False, True, None, None), (True, False, "0", ":4096:8")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags, expected", [([], False), (["--compile"], True)])
-def test_layers_are_compiled_on_request(
-    aligned_run, finished_run, inputs, monkeypatch, tmp_path, flags, expected
-):
-    """The student's and the teacher's."""
-    asked = []
-    monkeypatch.setattr(sharding, "compile_layers", asked.append)
-    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
-    run(STAGE, *train_arguments(home, inputs, "--masks", "off", "--steps", "2", *flags))
-    assert [len(model.model.layers) for model in asked] == [3, 3] * expected
 
 
 @pytest.mark.parametrize(("given", "restarts", "moved"), [
@@ -205,18 +192,6 @@ def test_a_shared_teacher_in_the_making_is_locked(aligned_run, inputs, tmp_path)
         expect_error("expected no shared running there, found ", STAGE,
                      *train_arguments(home, inputs, "--teacher", shared))
     assert not shared.exists()
-
-
-@pytest.mark.slow
-def test_a_sample_longer_than_the_models_positions_is_refused(aligned_run, inputs, tmp_path):
-    home, tasks = copy_run(aligned_run, tmp_path / "run"), tmp_path / "tasks"
-    tasks.mkdir()
-    row = {"goal": "word " * 100, "sol1": "a", "sol2": "b", "label": 0}
-    (tasks / "piqa.train.jsonl").write_text(json.dumps(row) + "\n")
-    message = "row 1: expected at most 256 tokens (the model's max_position_embeddings), found 591"
-    expect_error(f"piqa.train.jsonl {message}", STAGE,
-                 *train_arguments(home, inputs, "--tasks", tasks, "--only", "piqa"))
-    assert not (home / "train").exists() and not (home / "teacher.train").exists()
 
 
 def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):

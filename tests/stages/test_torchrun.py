@@ -40,19 +40,6 @@ from torchrun import ROOT, kill, ranks_of, run_script
 SHARED = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
 
 
-def test_torchrun_accepts_the_commands_of_the_manuals_and_no_shorter_flag(capsys):
-    parse, commands = get_args_parser().parse_args, []
-    for pattern in ("*.md", "docs/*.md", "0*.py", "related/*/*.md", "related/*/*.py"):
-        for path in ROOT.glob(pattern):
-            commands += re.findall(r"^ +torchrun (-[^#\\\n]+)", path.read_text(), re.MULTILINE)
-    assert len(commands) > 10
-    for command in commands:
-        assert parse(command.split()).nproc_per_node in ("2", "8"), command
-    with pytest.raises(SystemExit):
-        parse(["--nproc", "8", "05_prune_train.py"])
-    assert "ambiguous option: --nproc could match" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["05_prune_train.py", "related/dha/search.py", "related/dha/fuse.py",
                                      "related/dha/pretrain.py", "related/skipless/train.py"])
 def test_no_flag_but_run_abbreviates_an_option_of_torchrun(command):
@@ -274,14 +261,6 @@ for pid in "${pids[@]}"; do
 done
 exit "$code"
 """,
-    # in place of Python: torchrun, which saves as soon as it is signaled, until it may end
-    "torchrun": """trap 'signals+=USR1' USR1
-touch "$REQUEUED.started-$SLURM_NODEID"
-while [ -z "$signals" ]; do sleep 0.02; done
-while [ ! -e "$REQUEUED.saved" ]; do sleep 0.02; done
-echo "$signals" >> "$REQUEUED.signals"
-exit 1
-""",
 }
 
 
@@ -306,27 +285,8 @@ def slurm_job(home, inputs, directory, *arguments, **settings) -> subprocess.Pop
         return subprocess.Popen([*command, *arguments], cwd="/", env=os.environ | job, stdout=log, stderr=log)
 
 
-@pytest.mark.parametrize("cpus", ["", "3"])
-def test_a_slurm_job_is_requeued_once_it_has_saved_however_often_it_is_signaled(inputs, tmp_path, cpus):
-    """torchrun gets the first signal alone. srun is told how many CPUs a task has."""
-    settings = {"PYTHON": str(tmp_path / "torchrun"), "SLURM_CPUS_PER_TASK": cpus}
-    job = slurm_job(tmp_path / "run", inputs, tmp_path, **settings)
-    while len(list(tmp_path.glob("requeued.started-*"))) < 2:
-        assert job.poll() is None
-        time.sleep(0.02)
-    for _ in range(3):
-        job.send_signal(signal.SIGUSR1)
-        time.sleep(0.15)
-    assert job.poll() is None
-    (tmp_path / "requeued.saved").touch()
-    assert job.wait(timeout=60) == 0 and (tmp_path / "requeued").read_text() == "42\n"
-    assert (tmp_path / "requeued.signals").read_text() == "USR1\n" * 2
-    options = (tmp_path / "requeued.options").read_text().split()
-    assert options == ["--cpus-per-task=3"] * bool(cpus) + ["--kill-on-bad-exit=1"]
-
-
 def test_a_slurm_job_that_is_signaled_before_its_step_is_requeued_without_one(inputs, tmp_path):
-    job = slurm_job(tmp_path / "run", inputs, tmp_path, PYTHON=str(tmp_path / "torchrun"), EARLY="yes")
+    job = slurm_job(tmp_path / "run", inputs, tmp_path, EARLY="yes")
     assert job.wait(timeout=60) == 0 and (tmp_path / "requeued").read_text() == "42\n"
     assert not (tmp_path / "requeued.options").exists()
 
@@ -335,11 +295,13 @@ def test_a_slurm_job_that_is_signaled_before_its_step_is_requeued_without_one(in
 def test_a_slurm_job_is_stopped_before_its_time_is_over_requeued_and_resumed(
     alone, aligned_run, inputs, tmp_path
 ):
-    """To the bits of a job with time enough, which is not requeued."""
+    """To the bits of a job with time enough, which is not requeued. srun is told how many CPUs a task has."""
     settings, requeued = [*SHARED, "--steps", "40", "--save-steps", "500"], tmp_path / "slurm" / "requeued"
     whole, home = (with_teacher(aligned_run, alone, tmp_path / name) for name in ("whole", "stopped"))
-    job = slurm_job(whole, inputs, tmp_path / "slurm", *settings)
+    job = slurm_job(whole, inputs, tmp_path / "slurm", *settings, SLURM_CPUS_PER_TASK="3")
     assert job.wait(timeout=300) == 0 and not requeued.exists()
+    options = (tmp_path / "slurm" / "requeued.options").read_text().split()
+    assert options == ["--cpus-per-task=3", "--kill-on-bad-exit=1"]
     job = slurm_job(home, inputs, tmp_path / "slurm", *settings)
     wait_for_step(home, 3)
     for _ in range(2):  # the second one while it saves

@@ -139,8 +139,8 @@ def fitted(monkeypatch, needs, *words, rows=True, lengths=(500, 500), device="cu
     schedule = replace(SCHEDULE, batch=64, tokens_per_microbatch=4096)
     ranks = Ranks(0, 8, torch.device(device))
     chosen = settings.choose_by_memory(args, None, None, Schedules(schedule, None), ranks, rows)
-    assert chosen.schedules.teacher is None
     execution = chosen.execution
+    assert chosen.schedules.teacher is None and execution.compile == args.compile
     return chosen.schedules.student.tokens_per_microbatch, execution.recompute, execution.whole
 
 
@@ -161,7 +161,7 @@ def test_memory_decides_rows_recomputing_and_gathering(monkeypatch):
     assert fit(32000) == (16384, False, False)
     assert fit(32700) == (16384, False, True)  # 21384 is less than two thirds
     assert fit(4000) == (8192, True, False)  # 2048 of 4096 tokens' activations, or four times fewer
-    assert fit(4000, "--no-recompute") == (4096, False, False)
+    assert fit(4000, "--no-recompute", "--compile") == (4096, False, False)
     assert fit(1e9, rows=False) == (4096, False, True)  # a flag's, or those of a training that goes on
     assert fit(1e9, device="cpu") == (4096, False, True)
     assert fit(1, device="cpu") == (4096, False, False)

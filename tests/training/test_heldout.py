@@ -262,15 +262,11 @@ def test_what_training_or_calibration_reads_is_left_out(inputs, aligned_run, tmp
     ("--tasks none --text TEXT --heldout-text COPY",
      "/copy.txt: expected text that training and calibration do not read, found all of it in "),
     ("--tasks none --text TEXT --heldout-questions 5", "--heldout-questions 5: expected --tasks with it"),
-    ("--tasks TRAIN --heldout-questions 5", "task file not found: expected "),
 ])  # fmt: skip
 def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs, tmp_path, words, message):
-    home, train = copy_run(aligned_run, tmp_path / "run"), tmp_path / "tasks"
-    train.mkdir()
-    for path in Path(inputs["tasks"]).glob("*.train.jsonl"):
-        shutil.copy(path, train)
+    home = copy_run(aligned_run, tmp_path / "run")
     (tmp_path / "copy.txt").write_text("".join(parse_source(inputs["text"]).contents(TRAIN)))
-    places = {"TEXT": inputs["text"], "TRAIN": train, "COPY": tmp_path / "copy.txt"}
+    places = {"TEXT": inputs["text"], "COPY": tmp_path / "copy.txt"}
     flags = [places.get(word, word) for word in words.split()]
     expect_error(message, STAGE, "--run", home, *TRAINING_FLAGS, *flags)
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
