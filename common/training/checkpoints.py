@@ -47,20 +47,15 @@ def begin(directory: str, settings: dict, ranks) -> None:
 
     Raises UserError if a run with other settings was started there, or as refuse_foreign.
     """
-    path, fault = os.path.join(directory, SETTINGS), None
     refuse_foreign(directory, ranks)
-    if ranks.first and os.path.exists(path):
-        before = read_settings(path)
-        changes = ", ".join(f"{name} {before.get(name)} -> {value}" for name, value in settings.items()
-                            if before.get(name) != value)
-        if changes:
-            fault = (f"{directory} was started with other settings ({changes}): pass the same, or --force to "
-                     "start over")
-    elif ranks.first:
-        write_json(path, settings)
-    fault = of_first_rank(fault)
-    if fault:
-        raise UserError(fault)
+    before = of_first_rank(read_settings(directory))
+    if not before and ranks.first:
+        write_json(os.path.join(directory, SETTINGS), settings)
+    changes = [f"{name} {before.get(name)} -> {value}" for name, value in settings.items()
+               if before and before.get(name) != value]
+    if changes:
+        raise UserError(f"{directory} was started with other settings ({', '.join(changes)}): pass the same, "
+                        "or --force to start over")
 
 
 def start_anew(directories: list[str], ranks) -> None:
@@ -83,8 +78,11 @@ def remove_training(directory: str) -> None:
         os.rmdir(directory)
 
 
-def read_settings(path: str) -> dict:
-    """The settings in a file that begin() wrote. Raises UserError."""
+def read_settings(directory: str) -> dict:
+    """The settings of the training that was begun in a directory, or none. Raises UserError."""
+    path = os.path.join(directory, SETTINGS)
+    if not os.path.exists(path):
+        return {}
     settings = read_json(path)
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected the settings of a training run, found none that can be read; "

@@ -166,8 +166,8 @@ def activation_bytes(config, tokens: int, compute: int, blended: tuple[str, ...]
 class StepMemory:
     """The bytes of a rank in a step of fine-tuning (student None), or of distillation from a frozen teacher.
 
-    Weights, gradients, activations and loss are counted at four moments: at the last logits, and in the
-    backward pass at the last layer, at the first layer and at the embedding.
+    Gathered weights, gradients, activations and loss are counted at four moments: at the last logits, and in
+    the backward pass at the last layer, at the first layer and at the embedding.
     """
 
     work: Workload
@@ -192,44 +192,41 @@ class StepMemory:
         """Bytes of a weight that is not trained."""
         return weight_dtype("source", self.work.config).itemsize
 
-    def weights(self) -> tuple:
-        """The rank's shard, in float32 or as stored where it is not trained, and what is gathered.
+    @property
+    def summed_gradients(self) -> tuple[float, float]:
+        """Gradients in float32: of the rows before, and of all rows."""
+        total = 4 * self.trained[0] / (1 if self.summed else self.world)
+        return total if self.summed else 0, total
+
+    def layer_by_layer(self) -> tuple[tuple, tuple]:
+        """Gathered weights and gradients if each layer is gathered by itself.
 
         Embedding and head stay gathered from the forward pass to their own backward pass; of the layers, the
-        current one is, and in the backward pass of several ranks the next. If the weights are `whole`, all
-        are gathered once a row. A process by itself copies only what it computes in another dtype.
+        current one is, and in the backward pass of several ranks the next. While gradients are reduced they
+        are there in the compute dtype, too.
         """
-        model, (trained, *_), compute = self.model, self.trained, self.work.compute
-        shard = (4 * trained + self.stored * (model.whole - trained)) / self.world
-        root, layer = compute * model.root, compute * model.layer
-        if not self.work.whole:
-            gathered = root + layer, root + layer * min(self.world, 2), root + layer, root
-        elif self.reduced:  # twice at first: as gathered, and as used
-            whole = compute * model.whole
-            gathered = 2 * whole, whole, whole, 0
-        else:
-            gathered = (self.copies(),) * 4
-        return tuple(shard + each for each in gathered)
+        model, (_, *counts), compute = self.model, self.trained, self.work.compute
+        root, layer, (earlier, total) = compute * model.root, compute * model.layer, self.summed_gradients
+        of_layer, of_root = ((compute + 4) * count for count in counts)
+        return ((root + layer, root + layer * min(self.world, 2), root + layer, root),
+                (earlier, earlier + of_layer, total + of_layer, total + of_root))
 
-    def copies(self) -> int:
-        """Of the weights that a process by itself computes in another dtype than they are stored in."""
-        (trained, *_), compute = self.trained, self.work.compute
+    def whole(self) -> tuple[tuple, tuple]:
+        """The same if all weights are gathered once a row, which at first has them twice: as gathered, and as
+        used. Their gradients are reduced when they are no longer gathered.
+        """
+        (trained, *_), compute, (earlier, total) = self.trained, self.work.compute, self.summed_gradients
+        gathered = compute * self.model.whole
+        return ((2 * gathered, gathered, gathered, 0),
+                (earlier, earlier, earlier + compute * trained, total + (compute + 4) * trained))
+
+    def alone(self) -> tuple[tuple, tuple]:
+        """The same of a process by itself, which copies only what it computes in another dtype."""
+        (trained, *_), compute, (earlier, total) = self.trained, self.work.compute, self.summed_gradients
         frozen = self.model.whole - trained
-        return compute * (trained * (compute < 4) + frozen * (self.stored != compute))
-
-    def gradients(self) -> tuple:
-        """In float32, and once more in the compute dtype while they are reduced: those of a layer, or of all
-        weights, when these are no longer gathered, if they are `whole`.
-        """
-        (trained, of_layer, of_root), compute = self.trained, self.work.compute
-        total = 4 * trained / (1 if self.summed else self.world)
-        earlier = total if self.summed else 0  # of the rows before
-        if not self.work.whole:
-            layer, root = ((compute + 4) * count for count in (of_layer, of_root))
-            return earlier, earlier + layer, total + layer, total + root
-        apart = self.reduced or earlier and self.copies()  # this row's are not yet added
-        return (earlier, earlier, earlier + compute * trained if apart else total,
-                total + (compute + 4) * trained * self.reduced)
+        copies = compute * (trained * (compute < 4) + frozen * (self.stored != compute))
+        added = earlier + compute * trained if earlier and copies else total  # this row's to those before
+        return (copies,) * 4, (earlier, earlier, added, total)
 
     def activations(self) -> tuple:
         """Of all layers, or the inputs of all layers and all of the one that is recomputed."""
@@ -253,11 +250,13 @@ class StepMemory:
 
     def fullest(self) -> dict[str, float]:
         """Bytes by purpose at the moment that takes most; "total" is their sum."""
+        way = self.layer_by_layer if not self.work.whole else self.whole if self.reduced else self.alone
         names = ("parameters", "gradients", "activations", "loss")
-        moments = zip(self.weights(), self.gradients(), self.activations(), self.loss(), strict=True)
-        parts = dict(zip(names, max(moments, key=sum), strict=True))
-        moments_of_adam = 8 * self.trained[0] / self.world  # two, in float32
-        parts |= {"optimizer": moments_of_adam, "teacher": self.teacher()}
+        parts = dict(zip(names, max(zip(*way(), self.activations(), self.loss(), strict=True), key=sum),
+                         strict=True))
+        (trained, *_), world = self.trained, self.world
+        parts["parameters"] += (4 * trained + self.stored * (self.model.whole - trained)) / world  # its shard
+        parts |= {"optimizer": 8 * trained / world, "teacher": self.teacher()}  # Adam's moments in float32
         return parts | {"total": sum(parts.values())}
 
 

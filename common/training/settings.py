@@ -130,15 +130,15 @@ def with_defaults(args, defaults: dict, conversion: Conversion, positions: int,
     return filled
 
 
-def read_samples(sources: Sources, context: DataContext, every: int, earlier: dict) -> Samples:
+def read_samples(sources: Sources, context: DataContext, every: int, begun: dict) -> Samples:
     """What is trained on and what is held out, tokenized for the checkpoint context.model. Raises UserError.
 
-    every: steps between measurements. earlier: the settings of the training that goes on, if one does: it
-    reads the commits that it began with.
+    every: steps between measurements. begun: the settings of the training that goes on, if one does: it reads
+    the commits that it began with.
     """
     ranks = context.ranks
-    COMMITS.update(earlier.get(HUB_COMMITS, {}))
-    if ranks.first and not earlier:
+    COMMITS.update(begun.get(HUB_COMMITS, {}))
+    if ranks.first and not begun:
         check_sources(sources.text, sources.chat)
     named = [*sources.text, *sources.chat, sources.heldout_text]
     COMMITS.update(checkpoints.of_first_rank(hub_commits(named) if ranks.first else None))
@@ -205,12 +205,6 @@ def rates_of(args) -> tuple[Rates, Rates]:
     return student, Rates(args.teacher_lr, args.beta2, args.weight_decay)
 
 
-def settings_begun(directory: str, teacher: str) -> dict:
-    """The settings of the training that was begun, the student's or the teacher's; {} without one."""
-    begun = (os.path.join(home, checkpoints.SETTINGS) for home in (directory, f"{teacher}.train"))
-    return next((checkpoints.read_settings(path) for path in begun if os.path.exists(path)), {})
-
-
 def settle(
     args,  # the flags as given
     flags: list[Flag],  # the stage's table of them
@@ -228,15 +222,16 @@ def settle(
     teacher = source if args.teacher == SOURCE else args.teacher or os.path.join(args.run, "teacher")
     # --force was obeyed before torchrun restarted the ranks
     force = args.force and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    earlier = {} if force else checkpoints.of_first_rank(settings_begun(directory, teacher))
+    begun = {} if force else checkpoints.of_first_rank(
+        checkpoints.read_settings(directory) or checkpoints.read_settings(f"{teacher}.train"))
 
     sources = Sources(**{field.name: getattr(args, field.name) for field in fields(Sources)})
     context = DataContext(source, args.run, ranks.device, ranks, bos=bos)
-    samples = read_samples(sources, context, args.heldout_every, earlier)
+    samples = read_samples(sources, context, args.heldout_every, begun)
     run = TrainingRun(directory, teacher, conversion, samples.pool, samples.heldout, ranks, args.dtype,
                       replace(started, args=args))
 
-    row = args.tokens_per_microbatch or earlier.get("tokens_per_microbatch")
+    row = args.tokens_per_microbatch or begun.get("tokens_per_microbatch")
     schedules = make_schedules(args, defaults, conversion, samples.pool, row or SHORTEST_ROW[cuda])
     rates, teacher_rates = rates_of(args)
     if find_teacher(run, args.teacher, force):

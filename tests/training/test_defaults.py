@@ -11,7 +11,6 @@ from common.data.pool import Pool
 from common.data.rows import Sample
 from common.models import blending
 from common.run.errors import UserError
-from common.run.files import write_json
 from common.run.flags import Cases
 from common.training import memory, settings
 from common.training.conversion import Conversion
@@ -165,15 +164,6 @@ def test_memory_decides_rows_recomputing_and_gathering(monkeypatch):
     assert fit(1e9, rows=False) == (4096, False, True)  # a flag's, or those of a training that goes on
     assert fit(1e9, device="cpu") == (4096, False, True)
     assert fit(1, device="cpu") == (4096, False, False)
-
-
-def test_a_training_that_goes_on_is_the_students_or_else_the_teachers(tmp_path):
-    places = [str(tmp_path / name) for name in ("train", "teacher")]
-    assert settings.settings_begun(*places) == {}
-    for name in ("teacher.train", "train"):
-        (tmp_path / name).mkdir()
-        write_json(tmp_path / name / "settings.json", {"of": name})
-        assert settings.settings_begun(*places) == {"of": name}
 
 
 @pytest.mark.parametrize("demo, expected", [
