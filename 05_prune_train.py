@@ -288,9 +288,6 @@ def train_student(run: TrainingRun, settings: Settings) -> bool:
     recorded = settings_to_resume(run, settings)
     checkpoints.begin(run.directory, recorded, ranks)
     if checkpoints.of_first_rank(os.path.exists(os.path.join(run.directory, artifact.RECORD))):
-        record = artifact.read_record(run.directory, STAGE, conversion.model)
-        if ranks.first:
-            artifact.verify_files(run.directory, record)
         ranks.say(f"05_prune_train: {run.directory} is complete; --force starts over")
         return True
     read = [run.teacher] if settings.teacher != SOURCE else []
@@ -339,23 +336,24 @@ def write_student(run: TrainingRun, schedule: Schedule, recorded: dict, inputs: 
           f"{run.started.clock()} s")
 
 
-def is_made_by(started: artifact.Started, directory: str, ranks) -> bool:
+def is_made_by(started: artifact.Started, directory: str) -> bool:
     """Whether a training is complete, by this command and from these inputs: then nothing else is read, and
     no data set of the hub is asked for. Raises UserError if its files are not as it wrote them.
     """
-    record, same = read_json(os.path.join(directory, artifact.RECORD)), False
-    if ranks.first and isinstance(record, dict) and not artifact.field_fault(record, STAGE):
-        same = artifact.difference(started, record) is None
-        if same:
-            artifact.verify_files(directory, record)
-    return checkpoints.of_first_rank(same)
+    record = read_json(os.path.join(directory, artifact.RECORD))
+    readable = isinstance(record, dict) and not artifact.field_fault(record, STAGE)
+    if not readable or artifact.difference(started, record):
+        return False
+    artifact.verify_files(directory, record)
+    return True
 
 
 def prune_train(args, started: artifact.Started, ranks) -> int:
     """Load the samples, then train teacher and student or resume either. Returns the exit code."""
     conversion = read_conversion(args.run, ranks, args.student)
     directory = os.path.join(args.run, named("train", args.name))
-    if not args.force and is_made_by(replace(started, inputs=conversion.inputs), directory, ranks):
+    known = replace(started, inputs=conversion.inputs)
+    if checkpoints.of_first_rank(ranks.first and not args.force and is_made_by(known, directory)):
         ranks.say(f"found   {directory}: complete, by this command and from these inputs; --force starts "
                   "over")
         return 0

@@ -62,7 +62,7 @@ from common.run.errors import Complete, UserError, run_stage
 from common.run.files import read_json, read_text, write_text
 from common.run.flags import stage_parser
 from common.run.kinds import SOURCE
-from common.training.heldout import CHATS
+from common.training.heldout import CHAT_TOKENS
 from common.training.lines import OPEN_MASKS
 
 CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory has them
@@ -221,7 +221,7 @@ def add_heldout(args) -> None:
     if isinstance(trained, dict) and trained.get("arguments", {}).get("tasks") == NONE:
         home = resolved(args.run, trained.get("heldout"))
         text, chat = (path if home and os.path.exists(path := os.path.join(home, name)) else None
-                      for name in (TOKENS, CHATS))
+                      for name in (TOKENS, CHAT_TOKENS))
         args.text, args.chat = args.text or text or NONE, args.chat or (None if args.layerwise else chat)
 
 

@@ -29,7 +29,7 @@ from common.training.packing import rows_of_step
 from common.training.sharding import release
 
 QUESTIONS = 16  # of each task, where it has a validation split
-CHATS = "chats.jsonl"  # beside TOKENS, in a directory of RUN/tokens/
+CHAT_TOKENS = "chats.jsonl"  # beside TOKENS, in a directory of RUN/tokens/
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def load_heldout(sources: Sources, context: DataContext, texts: list[Sample], ev
 
 
 def keep_unmeasured(texts: list[Sample], chats: list[Sample], context: DataContext) -> str | None:
-    """Write texts of one length to TOKENS, [n, length], for 07_eval.py --text, and chats to CHATS, for its
+    """Write texts of one length to TOKENS, [n, length], and chats to CHAT_TOKENS, for stage 7's --text and
     --chat, in a directory of RUN/tokens/, unless it has them. Returns the directory; None without samples.
     """
     if not texts and not chats:
@@ -134,7 +134,7 @@ def keep_unmeasured(texts: list[Sample], chats: list[Sample], context: DataConte
                 if texts:
                     np.save(os.path.join(aside, TOKENS), np.array([text.prompt for text in texts], TOKEN))
                 if chats:
-                    write_text(os.path.join(aside, CHATS), token_lines(chats))
+                    write_text(os.path.join(aside, CHAT_TOKENS), token_lines(chats))
                 write_record(aside, made_by)
     return path
 

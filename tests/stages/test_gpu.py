@@ -445,14 +445,6 @@ def test_a_run_of_one_gpu_goes_on_on_all(alone, aligned_run, inputs, tmp_path):
     assert_same_training(home, alone)
 
 
-def test_a_run_of_the_device_goes_on_without_it(alone, aligned_run, inputs, tmp_path):
-    """Resumed on the CPU it is the run that it would have been."""
-    home = with_teacher(aligned_run, alone, tmp_path / "run")
-    train_until(2, home, inputs, *IN_FLOAT32)
-    assert "resumes" in train_on_cpu(home, inputs, *IN_FLOAT32).stdout
-    assert_same_training(home, alone)
-
-
 # generated text
 
 
