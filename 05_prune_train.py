@@ -221,16 +221,6 @@ def gqa_step(step: Step, teacher, loss: Loss) -> None:
     step.update()
 
 
-def job_of(run: TrainingRun, settings: Settings, student, optimizer, teacher, saved: str | None,
-           stored_name=lambda name: name) -> Job:
-    """A student in training; it goes on from the checkpoint `saved`, if there is one, as checkpoints.load."""
-    flops = distillation_flops(student, teacher, settings.train)
-    job = Job(student, optimizer, run.directory, run.ranks, flops)
-    if saved:
-        checkpoints.load(job, saved, stored_name)
-    return job
-
-
 def train_masked(run: TrainingRun, settings: Settings, teacher, saved: str | None) -> bool:
     """The first 80 % of the steps: masks close, heads move from their own projections to their group's.
 
@@ -241,7 +231,9 @@ def train_masked(run: TrainingRun, settings: Settings, teacher, saved: str | Non
     student = students.masked_student(
         conversion, run.ranks, settings.execution, kind, settings.seed, fresh=not saved, train=settings.train)
     optimizer = students.masked_optimizer(student, settings.rates, kind, settings.mask_lr)
-    job = job_of(run, settings, student, optimizer, teacher, saved)
+    flops = distillation_flops(student, teacher, settings.train)
+    job = Job(student, optimizer, run.directory, run.ranks, flops)
+    checkpoints.load(job, saved)
     masks = MASKS[kind](student.replicated, schedule.steps, settings.seed)
     set_masks(student.net, torch.zeros_like(masks.noiseless()))
 
@@ -273,7 +265,9 @@ def train_gqa(run: TrainingRun, settings: Settings, teacher, saved: str | None, 
         conversion, run.ranks, settings.execution, fresh=not saved, train=settings.train)
     optimizer = students.student_optimizer(student, settings.rates, blended)
     names = (lambda name: blended_name(name, blended)) if switched else (lambda name: name)
-    job = job_of(run, settings, student, optimizer, teacher, saved, names)
+    flops = distillation_flops(student, teacher, settings.train)
+    job = Job(student, optimizer, run.directory, run.ranks, flops)
+    checkpoints.load(job, saved, names)
 
     for step in steps(job, settings.schedules.student, run.pool):
         run.heldout.measure_start(step, teacher)

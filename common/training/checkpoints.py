@@ -231,14 +231,16 @@ def _read(tensors: dict, path: str, **options) -> None:
         logging.disable(logging.NOTSET)
 
 
-def load(job, path: str, stored_name=lambda name: name) -> None:
+def load(job, path: str | None, stored_name=lambda name: name) -> None:
     """Load a Job's weights, replicated parameters, optimizer state and step from a checkpoint.
 
-    The checkpoint may come from any world size. stored_name: a parameter's name in the trainee -> its name in
-    the checkpoint. Tensors that the trainee lacks are not read. Raises UserError if one it needs is missing.
+    path: of one from any world size; None leaves the job at its first step. stored_name: a parameter's name
+    in the trainee -> its name in the checkpoint. Tensors that the trainee lacks are not read. Raises
+    UserError if one it needs is missing.
     """
-    _read(job_tensors(job, stored_name), path)  # in place
-    job.step = step_of(path)
+    if path:
+        _read(job_tensors(job, stored_name), path)  # in place
+        job.step = step_of(path)
 
 
 class TrainedWeights:

@@ -87,8 +87,7 @@ def train_teacher(run: TrainingRun, schedule: Schedule, rates: Rates, execution:
     saved = checkpoints.newest(directory, ranks)
     teacher = build(load_config(source), ranks, execution, None if saved else lambda name: (source, name))
     job = Job(teacher, student_optimizer(teacher, rates), directory, ranks, sft_flops(teacher))
-    if saved:
-        checkpoints.load(job, saved)
+    checkpoints.load(job, saved)
 
     for step in steps(job, schedule, samples):
         for row in step.rows:

@@ -185,8 +185,7 @@ def begin(directory: str, settings: dict, source: str, ranks, groups=None, force
     if groups:
         with_operators(trainee.net, operators_in(trainee), groups)
     job = Job(trainee, make_optimizer(trainee, settings), directory, ranks)
-    if saved:
-        checkpoints.load(job, saved)
+    checkpoints.load(job, saved)
     return job
 
 

@@ -211,8 +211,7 @@ def make_job(directory: str, config: SkiplessConfig, ids: torch.Tensor, args, ra
     sources = None if saved else lambda name: (start, name)
     trainee = build(load_config(start), ranks, Execution(), sources)
     job = Job(trainee, make_optimizer(trainee, ADAM | {"initial_lr": args.lr}, {}), directory, ranks)
-    if saved:
-        checkpoints.load(job, saved)
+    checkpoints.load(job, saved)
     return job
 
 
