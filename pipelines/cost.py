@@ -174,19 +174,19 @@ def checkpoint_bytes(config, student: Student | None) -> int:
     return 12 * trained + weight_dtype("source", config).itemsize * (model.whole - trained)
 
 
-def disk_bytes(phases: list[Phase], teacher: bool, best: bool) -> dict[str, int]:
+def disk_bytes(phases: dict[str, Phase], teacher: bool, best: bool) -> dict[str, int]:
     """Bytes of a run directory by purpose; "total" is their sum.
 
-    phases: of each training, the student's last. teacher: whether the run has one of its own; best: whether
+    phases: of each training, by name. teacher: whether the run has one of its own; best: whether
     the best checkpoint is kept besides the last KEPT. The checkpoints are those of the largest training, with
     the one that is being written: a fine-tuned teacher's are removed before the student's are written, and
     the masked student's as the GQA student's take their place.
     """
-    _, work, student, _ = phases[-1]
+    _, work, student, _ = phases["student"]
     config, stored = work.config, weight_dtype("source", work.config).itemsize
     gqa = Student(student.kv_heads, (), student.train)
     source, merged = (stored * size(config, each).whole for each in (None, gqa))
-    trainings = [(phase.student, KEPT + 1) for phase in phases] + [(gqa, KEPT + 1 + best)]
+    trainings = [(phase.student, KEPT + 1) for phase in phases.values()] + [(gqa, KEPT + 1 + best)]
     parts = {"calibration": config.num_hidden_layers * calibration_bytes(config), "aligned": source,
              "merged": merged, "teacher": source * teacher,
              "checkpoints": max(count * checkpoint_bytes(config, each) for each, count in trainings),

@@ -216,17 +216,17 @@ def print_phase(phase: Phase, cluster: Cluster) -> tuple[float, bool]:
     return hours, fits
 
 
-def print_phases(phases: list[Phase], on: str) -> float:
+def print_phases(phases: dict[str, Phase], on: str) -> float:
     """Print the cost of each training on hardware like "8xA100-80GB"; return the hours.
 
     Raises UserError if one does not fit.
     """
-    config = phases[0].work.config
+    config = phases["student"].work.config
     if any(getattr(config, name, None) for name in CHOSEN):
         model, whole = products(config), size(config).whole
         met = model.projections + model.mlps + model.head
         print(f"{whole:,} parameters, of which a token meets {met:,}: it is sent to some of the experts")
-    costs = [print_phase(phase, cost.parse_hardware(on)) for phase in phases]
+    costs = [print_phase(phase, cost.parse_hardware(on)) for phase in phases.values()]
     if not all(fits for _, fits in costs):
         raise UserError(f"--on: expected all phases to fit on {on}, found that not all do; see above")
     return sum(hours for hours, _ in costs)
@@ -277,7 +277,7 @@ def print_stages(config, cluster: Cluster, gpus: bool, refit: bool) -> None:
         print_stage("4, the refit", REFIT_PASSES, 3, SEQUENCES, length)
 
 
-def planned_phases(args, given, conversion: Conversion, defaults: dict, pool: Pool) -> list[Phase]:
+def planned_phases(args, given, conversion: Conversion, defaults: dict, pool: Pool) -> dict[str, Phase]:
     """The trainings, as stage 5 would choose rows and recomputation for the memory of --on. A teacher that is
     there is not trained. args: the flags as given; given: with what was left out.
 
@@ -316,7 +316,8 @@ def plan(args, ranks) -> None:
     pool = expected_pool(sources, given.bos, context)
     heldout = expected_heldout(sources, args.heldout_every, given.bos, context)
     phases, config = planned_phases(args, given, conversion, defaults, pool), load_config(path)
-    print(f"rows    of up to {phases[-1].schedule.tokens_per_microbatch} tokens")
+    schedule = phases["student"].schedule
+    print(f"rows    of up to {schedule.tokens_per_microbatch} tokens")
     if args.model:
         print_stages(config, cluster, on_gpus(args), refit=sources.tasks == NONE)
     best = bool({TEXT_SET, CHAT_SET} & heldout.sets.keys())
@@ -325,8 +326,8 @@ def plan(args, ranks) -> None:
     hours = print_phases(phases, args.on)
     if heldout.sets:
         samples = [sample for samples in heldout.sets.values() for sample in samples]
-        steps = phases[-1].schedule.steps
-        times = 1 + sum(heldout.due(step, steps) for step in range(1, steps + 1))  # merged/ first
+        steps = range(1, schedule.steps + 1)
+        times = 1 + sum(heldout.due(step, schedule.steps) for step in steps)  # merged/ first
         hours += print_heldout(config, samples, times, cluster)
     generates = any(map(is_generated, (*sources.text, *sources.chat, sources.heldout_text)))
     print(f"plan: {duration(hours)} on {args.on}{', including the teacher' * (len(phases) > 1)}"

@@ -269,35 +269,36 @@ def peak_memory(work: Workload, student: Student | None, schedule: Schedule,
     return step.fullest(), USABLE * cluster.device.memory * 2**30
 
 
-def longest_share(phases: list[Phase], cluster: Cluster) -> float:
+def longest_share(phases: dict[str, Phase], cluster: Cluster) -> float:
     """Tokens of a rank's share of a batch, in the step with the most."""
     shares = []
-    for _, work, _, schedule in phases:
+    for _, work, _, schedule in phases.values():
         mean, spread = statistics.fmean(work.lengths), statistics.pstdev(work.lengths)
         shares.append((schedule.batch * mean + LARGE * math.sqrt(schedule.batch) * spread) / cluster.ranks)
     return max(shares)
 
 
-def too_large(phases: list[Phase], cluster: Cluster, share: float = 1) -> bool:
+def too_large(phases: dict[str, Phase], cluster: Cluster, share: float = 1) -> bool:
     """Whether a phase needs more than a share of a cluster's usable memory."""
-    peaks = [peak_memory(*phase, cluster) for _, *phase in phases]
+    peaks = [peak_memory(*phase, cluster) for _, *phase in phases.values()]
     return any(need["total"] > share * limit for need, limit in peaks)
 
 
-def changed(phases: list[Phase], part: str, **fields) -> list[Phase]:
+def changed(phases: dict[str, Phase], part: str, **fields) -> dict[str, Phase]:
     """The phases with other fields of their "work" or "schedule"."""
-    return [phase._replace(**{part: replace(getattr(phase, part), **fields)}) for phase in phases]
+    return {name: phase._replace(**{part: replace(getattr(phase, part), **fields)})
+            for name, phase in phases.items()}
 
 
-def fit(phases: list[Phase], cluster: Cluster, recompute: bool, rows: bool) -> list[Phase]:
+def fit(phases: dict[str, Phase], cluster: Cluster, recompute: bool, rows: bool) -> dict[str, Phase]:
     """The phases with what only costs or saves memory, as it suffices: weights gathered once a row.
 
-    recompute: choose this, too, where activations do not fit otherwise. rows: choose them, too, as long as a
-    rank's share of a batch.
+    phases: of the "student" and, if it is trained, the "teacher". recompute: choose this, too, where
+    activations do not fit otherwise. rows: choose them, too, as long as a rank's share of a batch.
     """
     if recompute and too_large(phases, cluster):
         phases = changed(phases, "work", recompute=True)
-    share, tokens = longest_share(phases, cluster), phases[0].schedule.tokens_per_microbatch
+    share, tokens = longest_share(phases, cluster), phases["student"].schedule.tokens_per_microbatch
     while rows and tokens < share:
         tokens *= 2
         longer = changed(phases, "schedule", tokens_per_microbatch=tokens)

@@ -177,26 +177,28 @@ def choose_by_memory(args, conversion: Conversion, pool: Pool, schedules: Schedu
     execution = Execution(compute=compute, recompute=bool(args.recompute), compile=args.compile)
     phases, cluster = phases_of(args, conversion, pool, execution, schedules), memory.cluster_of(ranks)
     phases = memory.fit(phases, cluster, cuda and args.recompute is None, cuda and rows)
-    _, work, _, student = phases[-1]
+    _, work, _, student = phases["student"]
     if work.recompute and not args.recompute:
         ranks.say("layers are recomputed: their activations do not fit on these devices otherwise")
     if cuda:
         gathered = f", weights gathered {'once a row' if work.whole else 'layer by layer'}"
         ranks.say(f"rows    of up to {student.tokens_per_microbatch} tokens" + gathered * (cluster.ranks > 1))
-    teacher = phases[0].schedule if schedules.teacher else None
+    teacher = phases["teacher"].schedule if schedules.teacher else None
     return Fitted(Schedules(student, teacher), replace(execution, recompute=work.recompute, whole=work.whole))
 
 
 def phases_of(args, conversion: Conversion, pool: Pool, execution: Execution,
-              schedules: Schedules) -> list[Phase]:
-    """The trainings: the teacher's, if it has a schedule, then the student's. args: flags and defaults."""
+              schedules: Schedules) -> dict[str, Phase]:
+    """The phases "teacher", if it has a schedule, and "student". args: the flags, with their defaults."""
     config, compute = load_config(conversion.model["path"]), execution.compute.itemsize
     student = Student(conversion.kv_heads, conversion.blended if args.masks != "off" else (), args.train)
-    trainings = {"teacher": (pool.answered, None, schedules.teacher),
-                 f"pruning {conversion.title}": (pool, student, schedules.student)}
-    return [Phase(title, Workload.of(config, samples, schedule.loss_chunk, execution.recompute, compute),
-                  trained, schedule)
-            for title, (samples, trained, schedule) in trainings.items() if schedule]
+    phases = {}
+    for name, samples, trained in (("teacher", pool.answered, None), ("student", pool, student)):
+        if schedule := getattr(schedules, name):
+            work = Workload.of(config, samples, schedule.loss_chunk, execution.recompute, compute)
+            title = f"pruning {conversion.title}" if trained else name
+            phases[name] = Phase(title, work, trained, schedule)
+    return phases
 
 
 def rates_of(args) -> tuple[Rates, Rates]:

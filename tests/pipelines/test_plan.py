@@ -216,10 +216,10 @@ def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step():
 
 
 def test_all_phases_must_fit(capsys):
-    phases = [Phase("teacher", workload([100]), None, batches(64)),
-              Phase("pruning", workload([300]), Student(8), batches(64))]
+    phases = {"teacher": Phase("teacher", workload([100]), None, batches(64)),
+              "student": Phase("pruning", workload([300]), Student(8), batches(64))}
     hours, cluster = plan.print_phases(phases, "8xA100-80GB"), cost.parse_hardware("8xA100-80GB")
-    each = [10 * cost.step_cost(*phase, cluster).seconds / 3600 for _, *phase in phases]
+    each = [10 * cost.step_cost(*phase, cluster).seconds / 3600 for _, *phase in phases.values()]
     assert hours == pytest.approx(sum(each)) and capsys.readouterr().out.count("fits") == 2
     with pytest.raises(UserError, match="expected all phases to fit on 1xA100-80GB"):
         plan.print_phases(phases, "1xA100-80GB")
@@ -234,7 +234,9 @@ def tensor_files(home) -> int:
 @pytest.mark.slow
 def test_disk_is_that_of_a_run(finished_run, inputs):
     work = Workload(load_config(inputs["model"]), [1], [1], 1, False)
-    expected = cost.disk_bytes([Phase("", work, each, None) for each in (None, Student(2))], True, False)
+    trained = {"teacher": None, "student": Student(2)}
+    phases = {name: Phase("", work, each, None) for name, each in trained.items()}
+    expected = cost.disk_bytes(phases, True, False)
     for name in ("aligned", "merged", "teacher", "gqa"):
         assert tensor_files(finished_run / name) == pytest.approx(expected[name], rel=HEADERS), name
     layer = finished_run / "calibration" / "layer-00000.safetensors"  # of 512 tokens, all that there are

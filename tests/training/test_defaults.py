@@ -128,12 +128,13 @@ def fitted(monkeypatch, needs, *words, rows=True, lengths=(500, 500), device="cu
     def too_large(phases, cluster, share=1) -> bool:
         assert cluster == eight
         return any(needs(schedule.tokens_per_microbatch, work.recompute, work.whole) > share
-                   for _, work, _, schedule in phases)
+                   for _, work, _, schedule in phases.values())
 
     monkeypatch.setattr(memory, "cluster_of", lambda ranks: eight)
     monkeypatch.setattr(memory, "too_large", too_large)
-    monkeypatch.setattr(settings, "phases_of", lambda args, pair, pool, execution, schedules: [
-        Phase("", Workload(None, [*lengths], [], 512, execution.recompute), None, schedules.student)])
+    monkeypatch.setattr(settings, "phases_of", lambda args, pair, pool, execution, schedules: {
+        "student": Phase("", Workload(None, [*lengths], [], 512, execution.recompute), None,
+                         schedules.student)})
     args = flags(*words, "--dtype", "float32")
     schedule = replace(SCHEDULE, batch=64, tokens_per_microbatch=4096)
     ranks = Ranks(0, 8, torch.device(device))

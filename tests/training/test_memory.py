@@ -84,11 +84,13 @@ def test_rows_of_the_busiest_step():
 @pytest.mark.parametrize("ranks, gib, large", [(8, 80, False), (4, 80, True), (8, 24, True)])
 def test_layers_are_recomputed_where_activations_do_not_fit(ranks, gib, large):
     """LLaMA2-7B on texts of 512 tokens, in rows of 4096."""
-    phases = [Phase("", workload([512] * 10), student, batches(64)) for student in (None, Student(8))]
+    trained = {"teacher": None, "student": Student(8)}
+    phases = {name: Phase("", workload([512] * 10), each, batches(64)) for name, each in trained.items()}
     cluster = Cluster(ranks, Device(gib))
     assert memory.too_large(phases, cluster) == large
-    assert [phase.work.recompute for phase in memory.fit(phases, cluster, True, False)] == [large] * 2
-    assert not any(phase.work.recompute for phase in memory.fit(phases, cluster, False, False))
+    for recompute in (True, False):
+        fitted = memory.fit(phases, cluster, recompute, False)
+        assert [phase.work.recompute for phase in fitted.values()] == [large and recompute] * 2
 
 
 def test_the_cluster_of_a_run_has_the_memory_of_its_gpu(monkeypatch):
