@@ -111,11 +111,10 @@ def conversion_of_config(model: str, kv_heads: int | None, whole_head: bool) -> 
 
 def filled(args, defaults: dict, conversion: Conversion) -> argparse.Namespace:
     """The flags with what was left out. Raises UserError for text without --text-tokens."""
-    path = conversion.model["path"]
-    positions = load_config(path).max_position_embeddings
-    given = argparse.Namespace(**vars(args))
+    given, path = argparse.Namespace(**vars(args)), conversion.model["path"]
     if args.model:  # whether it has a chat template is not known
         given.chat = [NONE]
+    positions = load_config(path).max_position_embeddings
     bos = args.bos if args.model else bos_prefix(load_tokenizer(path, args.bos))
     given = with_defaults(given, defaults, conversion, positions, bool(bos))
     if args.model:
@@ -326,9 +325,8 @@ def plan(args, ranks) -> None:
     hours = print_phases(phases, args.on)
     if heldout.sets:
         samples = [sample for samples in heldout.sets.values() for sample in samples]
-        steps = range(1, schedule.steps + 1)
-        times = 1 + sum(heldout.due(step, schedule.steps) for step in steps)  # merged/ first
-        hours += print_heldout(config, samples, times, cluster)
+        due = [step for step in range(schedule.steps) if heldout.due(step + 1, schedule.steps)]
+        hours += print_heldout(config, samples, 1 + len(due), cluster)  # merged/ first
     generates = any(map(is_generated, (*sources.text, *sources.chat, sources.heldout_text)))
     print(f"plan: {duration(hours)} on {args.on}{', including the teacher' * (len(phases) > 1)}"
           f"{', besides generating text' * generates}")
