@@ -51,11 +51,15 @@ def begin(directory: str, settings: dict, ranks) -> None:
     before = of_first_rank(read_settings(directory))
     if not before and ranks.first:
         write_json(os.path.join(directory, SETTINGS), settings)
-    changes = [f"{name} {before.get(name)} -> {value}" for name, value in settings.items()
-               if before and before.get(name) != value]
-    if changes:
-        raise UserError(f"{directory} was started with other settings ({', '.join(changes)}): pass the same, "
-                        "or --force to start over")
+    if before and (changes := changes_of(before, settings)):
+        raise UserError(f"{directory} was started with other settings ({changes}): pass the same, or --force "
+                        "to start over")
+
+
+def changes_of(before: dict, settings: dict) -> str:
+    """The settings that were others before, for an error message; empty if none was."""
+    return ", ".join(f"{name} {before.get(name)} -> {value}" for name, value in settings.items()
+                     if before.get(name) != value)
 
 
 def start_anew(directories: list[str], ranks) -> None:

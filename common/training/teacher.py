@@ -67,12 +67,10 @@ def teacher_settings(run: TrainingRun, schedule: Schedule, rates: Rates) -> dict
 
 def check_teacher(run: TrainingRun, schedule: Schedule, rates: Rates) -> None:
     """Raise UserError if the teacher in RUN was trained with other settings."""
-    settings = teacher_settings(run, schedule, rates)
+    settings = {name: value for name, value in teacher_settings(run, schedule, rates).items()
+                if name not in NOT_COMPARED}
     found = read_record(run.teacher, STAGE, run.conversion.model)["summary"]
-    changed = [name for name, value in settings.items()
-               if name not in NOT_COMPARED and found.get(name) != value]
-    if changed:
-        changes = ", ".join(f"{name} {found.get(name)} -> {settings[name]}" for name in changed)
+    if changes := checkpoints.changes_of(found, settings):
         raise UserError(f"{run.teacher} was trained with other settings ({changes}): pass the same, "
                         f"--teacher {run.teacher} to take it as it is, or --force to start over")
 
