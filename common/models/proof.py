@@ -11,7 +11,7 @@ import contextlib
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from common.method.merge import Merge
@@ -122,7 +122,7 @@ def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict
     """What attention reads, query and key [d, heads, 2, d] and options, where every head that the projections
     put out is `units` [d, 2, d]. args, named: of the layer. Raises Refused unless heads are treated alike.
     """
-    attention, shape, normalized = layer.self_attn, geometry(model.config), []
+    attention, shape = layer.self_attn, geometry(model.config)
     extra = [name for name, _ in attention.named_children() if name not in PARTS]
     claim = f"its attention is not of queries, keys and values alone: it has {', '.join(extra)}"
     given = {letter: units.repeat(1, 1, heads)
@@ -132,8 +132,16 @@ def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict
     else:
         functions = {attention.get_submodule(f"{letter}_proj"): lambda *_, rows=rows: rows
                      for letter, rows in given.items()}
-    functions |= {module: lambda heads: normalized.append(heads) or heads
-                  for name, module in attention.named_children() if name in ("q_norm", "k_norm")}
+
+    def leave(heads: torch.Tensor) -> torch.Tensor:
+        """In place of a norm. Raises Refused where RoPE has turned the heads."""
+        before = heads.reshape(len(units), -1, len(units))
+        if not torch.equal(before, units[:, :1].expand_as(before)):
+            raise Refused("its keys are normalized behind RoPE")
+        return heads
+
+    norms = (module for name, module in attention.named_children() if name in ("q_norm", "k_norm"))
+    functions |= dict.fromkeys(norms, leave)
     hidden = torch.zeros(*units.shape[:2], shape.hidden, device="meta")
     with refused(claim if extra else "its attention is not called as expected", show=not extra):
         with attending(model, "recorded"), replaced(functions):
@@ -145,22 +153,8 @@ def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict
                 query, key, value, options = reached.args
             else:
                 raise Refused("its attention does not go through transformers' attention functions")
-        check_norms(attention, normalized, units)
         check_heads((query, key, value), (shape.heads, shape.kv_heads, shape.kv_heads), units)
     return query, key, options
-
-
-def check_norms(attention, normalized: list[torch.Tensor], units: torch.Tensor) -> None:
-    """Raise Refused unless norms of queries and keys have read the units, and heads share their weights."""
-    for name in ("q_norm", "k_norm"):
-        weight = getattr(getattr(attention, name, None), "weight", None)
-        if weight is not None and weight.ndim > 1:
-            raise Refused("its norms of queries and keys are of no kind that is known here: each head has "
-                          f"its own weights ({name}: {list(weight.shape)})")
-    for heads in normalized:
-        before = heads.reshape(len(units), -1, len(units))
-        if not torch.equal(before, units[:, :1].expand_as(before)):
-            raise Refused("its keys are normalized behind RoPE")
 
 
 def check_heads(states: tuple, numbers: tuple, units: torch.Tensor) -> None:
@@ -224,8 +218,6 @@ def require_convertible(path: str, config) -> str:
         raise UserError(f"{path}: expected floating-point weights, found a checkpoint quantized by {method}; "
                         "dequantize it first: model.dequantize(), or dequantize=True in from_pretrained's "
                         "quantization_config, then save_pretrained(..., save_original_format=False)")
-    if getattr(config, "use_bidirectional_attention", None):
-        raise UserError(f"{path}: expected causal attention, found use_bidirectional_attention")
     model = empty_model(path, config, torch.float64)
     with refusals(f"{path}: {type(model).__name__} cannot be converted"):
         kinds, shape = watch_layers(model), geometry(config)
@@ -284,9 +276,6 @@ def require_parts(model) -> None:
                 raise Refused(f"its attention has no {name}")
         if not any(hasattr(attention, name) for name in OUTPUTS):
             raise Refused(f"its attention has no {OUTPUTS[0]}")
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise Refused(f"it has a weight without dimensions ({name}), which no ranks can share")
     for name in outside(model):
         if len([*model.get_submodule(name).children()]) or name.count(".") > 1:
             raise Refused(f"it is more than decoder layers, an embedding, a norm and a head ({name})")
@@ -299,11 +288,10 @@ def watch_layers(model) -> list:
     """
     require_parts(model)
     with refused("its layers are not all of one shape", show=False):
-        geometry(model.config)
-        caches = DynamicCache(config=model.config).layers
-    kinds, heads, layers = {}, geometry(model.config).heads, model.model.layers
-    for layer, cache, (pairs, window, options) in zip(layers, caches, find_pairs(model), strict=True):
-        attention, kept = layer.self_attn, getattr(cache, "sliding_window", None)
+        heads = geometry(model.config).heads
+    kinds = {}
+    for layer, (pairs, window, options) in zip(model.model.layers, find_pairs(model), strict=True):
+        attention = layer.self_attn
         attention.rope_pairs, attention.window = pairs, window
         rows = output_projection(attention).in_features
         if rows != heads * attention.head_dim:
@@ -312,11 +300,6 @@ def watch_layers(model) -> list:
                    if name not in KNOWN and value is not None and value is not False]
         if unknown:
             raise Refused(f"its attention has an option that is not known here ({unknown[0]})")
-        if window is not None and window < 2:
-            raise Refused(f"its sliding_window is {window}; transformers cannot cache fewer than 2 tokens")
-        if kept is not None and kept < (window or model.config.max_position_embeddings):
-            raise Refused(f"transformers' cache keeps {kept} tokens by its config (sliding_window, "
-                          "layer_types), but its attention reads more")
         shapes = tuple((name, *parameter.shape) for name, parameter in attention.named_parameters())
         kinds.setdefault((tuple(pairs.angles.tolist()), window, shapes), layer)
     return [*kinds.values()]

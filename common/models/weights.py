@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import torch
 from safetensors import safe_open
@@ -29,7 +28,6 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json",
                    "chat_template*", "*.model", "*.tiktoken", "additional_chat_templates/*")
 # of weights, by their names in safetensors files
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-POINTER = b"version https://git-lfs.github.com/spec/"  # how the pointers of Git LFS begin
 # stored by older releases, but computed from the config
 IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -43,14 +41,14 @@ def weight_files(directory: str) -> list[str]:
     if os.path.exists(adapter):  # transformers would apply it to the weights next to it
         raise UserError(f"{adapter}: expected a model without an adapter; merge it first (peft's "
                         "merge_and_unload), or move the file away")
-    name = next(present_files(directory, WEIGHT_FILES), None)
-    if name is None:
+    found = present_files(directory, WEIGHT_FILES)
+    if not found:
         raise UserError(f"{directory}: expected weights (one of {', '.join(WEIGHT_FILES)}), found none")
-    shards = index_shards(os.path.join(directory, name))
+    shards = index_shards(os.path.join(directory, found[0]))
     missing = set(shards).difference(present_files(directory, shards))
     if missing:
         raise UserError(f"{directory}: expected the weights {min(missing)}, found none")
-    return [name, *shards]
+    return [found[0], *shards]
 
 
 def index_shards(path: str) -> list[str]:
@@ -63,26 +61,15 @@ def index_shards(path: str) -> list[str]:
         raise UserError(f"{path}: expected a weight_map, found none") from error
 
 
-def present_files(directory: str, names) -> Iterator[str]:
-    """Yield those of the names that are files of a model's directory, once they meet require_content."""
-    for name in names:
-        if os.path.isfile(os.path.join(directory, name)):
-            require_content(os.path.join(directory, name))
-            yield name
-
-
-def require_content(path: str) -> None:
-    """Raise UserError where a model's file is the pointer of Git LFS to its content."""
-    with open(path, "rb") as file:
-        if file.read(len(POINTER)) == POINTER:
-            raise UserError(f"{path}: expected the file itself, found its Git LFS pointer; run git lfs "
-                            "install and git lfs pull in its repository")
+def present_files(directory: str, names) -> list[str]:
+    """Those of the names that are files of a directory."""
+    return [name for name in names if os.path.isfile(os.path.join(directory, name))]
 
 
 def files_of(path: str) -> list[str]:
     """The files of a checkpoint that count: the configs, the weights and the files of the tokenizer."""
     names = {"config.json", "generation_config.json", *weight_files(path), *tokenizer_files(path)}
-    return list(filter(os.path.isfile, (os.path.join(path, name) for name in sorted(names))))
+    return [os.path.join(path, name) for name in present_files(path, sorted(names))]
 
 
 def fingerprint(path: str) -> str:
@@ -95,12 +82,9 @@ def fingerprint(path: str) -> str:
 
 
 def tokenizer_files(path: str) -> list[str]:
-    """Names of the files that a checkpoint's tokenizer may be read from, relative to its directory.
-
-    Raises UserError for one without its content.
-    """
+    """Names of the files that a checkpoint's tokenizer may be read from, relative to its directory."""
     found = {name for pattern in TOKENIZER_FILES for name in glob.glob(pattern, root_dir=path)}
-    return list(present_files(path, sorted(found)))
+    return present_files(path, sorted(found))
 
 
 def open_checkpoint(directory: str) -> dict:
@@ -219,7 +203,7 @@ def wider_dtypes(model, directory: str) -> dict[str, torch.dtype]:
 
     There are none in a directory without weights. Raises UserError as StoredWeights does.
     """
-    if not any(present_files(directory, WEIGHT_FILES)):
+    if not present_files(directory, WEIGHT_FILES):
         return {}
     tensors = {name: empty_of(stored) for name, stored in StoredWeights(directory, model).open().items()}
     elements = Counter()
