@@ -24,7 +24,8 @@ def uniform(log_alpha: torch.Tensor, seed: int, step: int) -> torch.Tensor:
 
     It depends only on (seed, step): it is the same on every rank and after a resume.
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    number = (seed * 1_000_003 + step) % 2**63  # pragma: no mutate: 2**64 will do, too
+    generator = torch.Generator().manual_seed(number)
     noise = torch.rand(log_alpha.shape, generator=generator)
     noise = noise.clamp(1e-6, 1 - 1e-6)  # pragma: no mutate: beyond, z is 0 or 1
     return noise.to(log_alpha.device, non_blocking=True)

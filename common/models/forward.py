@@ -198,27 +198,20 @@ def attention_alone(layer):
 def attention_factor(model, layer) -> float | None:
     """By what a decoder layer multiplies its attention's output before adding it; None if a norm follows."""
     weight = next(layer.self_attn.parameters())
-    hidden = weight.new_zeros(1, 2, model.config.hidden_size)
-    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+    hidden = weight.new_zeros(2, 2, model.config.hidden_size)
+    output = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+    output[0] = 1
     args, named = layer_arguments(model, hidden)[layer.self_attn.layer_idx]
     others = [child for name, child in layer.named_children()
               if name != "self_attn" and any(parameter.ndim > 1 for parameter in child.parameters())]
-
-    def silence(module, inputs, output):
-        return tree_map(torch.zeros_like, output)
-
-    hooks = [child.register_forward_hook(silence) for child in others]
-
-    def added(output: torch.Tensor) -> torch.Tensor:
-        with replaced({layer.self_attn: lambda *_, **__: (output, None)}):
-            return layer(hidden, *args, **named)
-
-    factors, of_noise = added(torch.ones_like(hidden)), added(noise)
+    hooks = [child.register_forward_hook(lambda module, inputs, output: tree_map(torch.zeros_like, output))
+             for child in others]
+    with replaced({layer.self_attn: lambda *_, **__: (output, None)}):
+        added = layer(hidden, *args, **named)
     for hook in hooks:
         hook.remove()
-    factor = factors.flatten()[0]
-    same = torch.equal(factors, factor.expand_as(factors)) and torch.allclose(of_noise, factor * noise)
-    return float(factor) if same else None
+    factor = added.flatten()[0]
+    return float(factor) if torch.allclose(added, factor * output) else None
 
 
 def attention_function(module):

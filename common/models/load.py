@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import glob
 import os
 import shutil
 from dataclasses import asdict
@@ -41,11 +40,7 @@ def local_model(name: str) -> str:
 
     Raises UserError if it is neither.
     """
-    if os.path.isdir(name):
-        return name
-    if os.path.exists(name):
-        raise UserError(f"model {name}: expected a checkpoint directory, found a file")
-    return from_hub(name, hub.download)
+    return name if os.path.isdir(name) else from_hub(name, hub.download)
 
 
 def config_file(name: str) -> str:
@@ -62,8 +57,7 @@ def from_hub(name: str, download) -> str:
     try:
         return download(name)
     except Exception as error:  # bad names, network and permissions raise different classes
-        configs = sorted(glob.glob(os.path.join("runs", "*", "*", "config.json")))
-        known = ["demo", *map(os.path.dirname, configs), *PUBLISHED_MODELS]
+        known = ("demo", *PUBLISHED_MODELS)
         raise UserError(f"model {name}: neither a directory nor a hub repository that can be read "
                         f"({hub.reason(error)}){suggest(name, known)}; known: {', '.join(known)}") from error
 

@@ -118,13 +118,11 @@ def find_pairs(model):
         yield pairs, window_of(named), options
 
 
-def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict) -> tuple:
-    """What attention reads, query and key [d, heads, 2, d] and options, where every head that the projections
-    put out is `units` [d, 2, d]. args, named: of the layer. Raises Refused unless heads are treated alike.
+def stand_ins(attention, units: torch.Tensor) -> dict:
+    """Module -> a function in its place: projections put out `units` [d, 2, d] for every head, norms leave
+    heads as they are. Norms raise Refused if RoPE has turned the heads.
     """
-    attention, shape = layer.self_attn, geometry(model.config)
-    extra = [name for name, _ in attention.named_children() if name not in PARTS]
-    claim = f"its attention is not of queries, keys and values alone: it has {', '.join(extra)}"
+    shape = geometry(attention.config)
     given = {letter: units.repeat(1, 1, heads)
              for letter, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads))}
     if is_fused(attention):
@@ -134,17 +132,25 @@ def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict
                      for letter, rows in given.items()}
 
     def leave(heads: torch.Tensor) -> torch.Tensor:
-        """In place of a norm. Raises Refused where RoPE has turned the heads."""
         before = heads.reshape(len(units), -1, len(units))
         if not torch.equal(before, units[:, :1].expand_as(before)):
             raise Refused("its keys are normalized behind RoPE")
         return heads
 
     norms = (module for name, module in attention.named_children() if name in ("q_norm", "k_norm"))
-    functions |= dict.fromkeys(norms, leave)
+    return functions | dict.fromkeys(norms, leave)
+
+
+def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict) -> tuple:
+    """What attention reads, query and key [d, heads, 2, d] and options, of stand_ins' heads. args, named: of
+    the layer. Raises Refused unless heads are treated alike.
+    """
+    attention, shape = layer.self_attn, geometry(model.config)
+    extra = [name for name, _ in attention.named_children() if name not in PARTS]
+    claim = f"its attention is not of queries, keys and values alone: it has {', '.join(extra)}"
     hidden = torch.zeros(*units.shape[:2], shape.hidden, device="meta")
     with refused(claim if extra else "its attention is not called as expected", show=not extra):
-        with attending(model, "recorded"), replaced(functions):
+        with attending(model, "recorded"), replaced(stand_ins(attention, units)):
             with refused("its layers do more than normalize before their attention", show=False):
                 args, named = attention_arguments(layer, hidden, args, named)
             try:

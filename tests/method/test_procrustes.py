@@ -9,12 +9,20 @@ import torch
 
 import paper
 from common.method import procrustes, stats
-from common.method.procrustes import align_keys, align_values, best_phases, polar
+from common.method.procrustes import (
+    align_keys,
+    align_layer,
+    align_values,
+    best_phases,
+    polar,
+    within_group_cosine,
+)
 from common.method.rope import rotate_pairs
 from common.method.stats import LayerGrams, LayerStats, key_gram, to_unit
 from reference import correlated, value_gram
 
 N, H, D = 300, 4, 8
+GROUPS = torch.tensor([[4, 1, 3], [5, 0, 2]])  # of six heads
 
 
 @pytest.fixture
@@ -290,14 +298,55 @@ def test_means_over_pairs_are_each_batchs_own():
     torch.testing.assert_close(procrustes.pair_mean(overlap), torch.tensor([1 + 2 + 5, 10 + 11 + 14]) / 3)
 
 
-def test_heads_that_are_alike_have_a_cosine_of_one_within_their_group():
-    """And of minus one, where a rotation turns one of two round."""
-    head = torch.randn(50, 1, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    sums = LayerStats(2, D)
-    sums.update_keys(head.expand(-1, 2, -1).float())
-    sums.update_values(head.expand(-1, 2, -1).float())
-    turns = torch.stack((torch.eye(D), -torch.eye(D)))[None].double()
-    phases = turns.diagonal(dim1=-2, dim2=-1)[..., : D // 2].to(torch.complex128)
-    grams = LayerGrams(sums.tensors(), 2)
-    cosines = procrustes.within_group_cosine(grams, torch.tensor([[0, 1]]), turns, phases)
-    assert cosines == pytest.approx({"key_before": 1, "key_after": -1, "value_before": 1, "value_after": -1})
+@pytest.fixture
+def vectors() -> dict[str, torch.Tensor]:
+    return {"value": correlated(1, 6, 1.0), "key": correlated(2, 6, 1.0)}
+
+
+@pytest.fixture
+def grams(vectors) -> LayerGrams:
+    sums = LayerStats(6, D)
+    sums.update_values(vectors["value"])
+    sums.update_keys(vectors["key"])
+    return LayerGrams(sums.tensors() | {"key.free": torch.ones(D // 2, dtype=torch.bool)}, 6)
+
+
+@pytest.mark.parametrize("criterion", ["cos", "dist"])
+def test_cos_aligns_unit_norm_vectors_and_dist_raw_ones(vectors, grams, criterion):
+    value_rotation, key_rotation = align_layer(grams, GROUPS, criterion)
+    for group, heads in enumerate(GROUPS.tolist()):
+        chosen = {kind: heads_of[:, heads] for kind, heads_of in vectors.items()}
+        if criterion == "cos":
+            chosen = {kind: to_unit(part) for kind, part in chosen.items()}
+        values = align_values(value_gram(chosen["value"]))
+        keys = align_keys(key_gram(chosen["key"]))
+        torch.testing.assert_close(value_rotation[group], values, rtol=0, atol=1e-2)
+        torch.testing.assert_close(key_rotation[group], keys, rtol=0, atol=1e-2)
+    other, _ = align_layer(grams, GROUPS, "dist" if criterion == "cos" else "cos")
+    assert (other - value_rotation).abs().max() > 0.1
+
+
+def test_no_rotation_is_the_identity(grams):
+    value_rotation, key_rotation = align_layer(grams, GROUPS, "none")
+    identity = torch.eye(D, dtype=torch.float64).expand(2, 3, D, D)
+    ones = torch.ones(2, 3, D // 2, dtype=torch.complex128)
+    torch.testing.assert_close((value_rotation, key_rotation), (identity, ones), rtol=0, atol=0)  # and dtypes
+
+
+def test_cosine_within_groups_is_that_of_the_rotated_vectors(vectors, grams):
+    """By rotations far from any alignment, so that a conjugate or a transpose would show."""
+    value_rotation = torch.linalg.qr(torch.randn(2, 3, D, D, dtype=torch.float64)).Q
+    angles = 6.3 * torch.rand(2, 3, D // 2, dtype=torch.float64)
+    key_rotation = torch.polar(torch.ones_like(angles), angles)
+    cosine = within_group_cosine(grams, GROUPS, value_rotation, key_rotation)
+    values, keys = (to_unit(vectors[kind])[:, GROUPS] for kind in ("value", "key"))  # [N, G, D, d]
+    turned = rotate_pairs(keys.permute(1, 2, 3, 0).flatten(0, 1), key_rotation.flatten(0, 1))
+    rotated = {
+        "value_before": values,
+        "value_after": torch.einsum("giab,ngib->ngia", value_rotation, values),
+        "key_before": keys,
+        "key_after": turned.unflatten(0, GROUPS.shape).permute(3, 0, 1, 2),
+    }
+    for name, heads in rotated.items():
+        pairs = [(heads[:, :, i] * heads[:, :, j]).sum(-1).mean() for i, j in ((0, 1), (0, 2), (1, 2))]
+        assert cosine[name] == pytest.approx(float(sum(pairs)) / 3, abs=1e-6)
