@@ -29,7 +29,6 @@ from common.models.families import (
     head_parameters,
     is_fused,
     norm_kind,
-    output_projection,
     outside,
     watch_heads,
 )
@@ -52,9 +51,6 @@ LARGE = 2.0**14  # of a channel: clipping shows
 TOKENS = 24  # of a text to prove with: some lie outside of a short window
 # of an attention layer; what else one has is named where it is refused
 PARTS = "q_proj", "k_proj", "v_proj", "qkv_proj", *OUTPUTS, "q_norm", "k_norm"
-KNOWN = {  # options of attention functions: those that packed rows and generation know, and what sets none
-    "dropout", "scaling", "sliding_window", "softcap", "s_aux",
-    "position_ids", "use_cache", "past_key_values", "cache_position", "position_embeddings"}
 CALLED = {"attention_mask", "position_ids", "cache_position"}  # tensors that decoder layers are called with
 
 
@@ -64,7 +60,7 @@ class Refused(Exception):
 
 def record_heads(module, query, key, value, attention_mask, **options):
     """An attention function that ends the forward pass."""
-    raise Reached(query, key, value, options)
+    raise Reached(query, key, value)
 
 
 def by_token(module, query, key, value, attention_mask, **options):
@@ -85,7 +81,7 @@ def layer_pairs(config) -> list[RopePairs]:
     """The RopePairs of each layer of a config's model. Raises UserError if they cannot be found."""
     skeleton = empty_model("", config, torch.float32)
     with refusals(f"{type(skeleton).__name__} cannot be taken apart"):
-        return [pairs for pairs, *_ in find_pairs(skeleton)]
+        return [pairs for pairs, _ in find_pairs(skeleton)]
 
 
 def attach_pairs(model) -> None:
@@ -100,12 +96,12 @@ def has_plain_pairs(config) -> bool:
 
 
 def find_pairs(model):
-    """Yield the RopePairs of each layer of a model on the meta device, its window (models/forward.py) and its
-    attention function's options.
+    """Yield the RopePairs of each layer of a model on the meta device and its window (models/forward.py).
 
     Raises Refused unless RoPE turns pairs of channels, those of all heads alike.
     """
-    size = geometry(model.config).head_dim
+    with refused("its layers are not all of one shape", show=False):
+        size = geometry(model.config).head_dim
     units = LARGE * torch.eye(size)[:, None].expand(-1, 2, -1)  # sequence c: channel c alone, twice
     with refused("its decoder is not called as expected"), attending(model, "recorded"):
         arguments = layer_arguments(model, units)
@@ -113,9 +109,8 @@ def find_pairs(model):
         strange = [name for name, value in named.items() if torch.is_tensor(value) and name not in CALLED]
         if strange:
             raise Refused(f"its layers read what is not known here ({strange[0]})")
-        query, key, options = record_attention(model, layer, units, args, named)
-        pairs = pairs_of(*(heads[:, 0].permute(1, 2, 0).double() for heads in (query, key)))
-        yield pairs, window_of(named), options
+        states = record_attention(model, layer, units, args, named)
+        yield pairs_of(*(heads[:, 0].permute(1, 2, 0).double() for heads in states)), window_of(named)
 
 
 def stand_ins(attention, units: torch.Tensor) -> dict:
@@ -142,8 +137,9 @@ def stand_ins(attention, units: torch.Tensor) -> dict:
 
 
 def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict) -> tuple:
-    """What attention reads, query and key [d, heads, 2, d] and options, of stand_ins' heads. args, named: of
-    the layer. Raises Refused unless heads are treated alike.
+    """Query and key [d, heads, 2, d] that attention reads of stand_ins' heads. args, named: of the layer.
+
+    Raises Refused unless heads are treated alike.
     """
     attention, shape = layer.self_attn, geometry(model.config)
     extra = [name for name, _ in attention.named_children() if name not in PARTS]
@@ -156,11 +152,11 @@ def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict
             try:
                 attention(*args, **named)
             except Reached as reached:
-                query, key, value, options = reached.args
+                states = reached.args
             else:
                 raise Refused("its attention does not go through transformers' attention functions")
-        check_heads((query, key, value), (shape.heads, shape.kv_heads, shape.kv_heads), units)
-    return query, key, options
+        check_heads(states, (shape.heads, shape.kv_heads, shape.kv_heads), units)
+    return states[:2]
 
 
 def check_heads(states: tuple, numbers: tuple, units: torch.Tensor) -> None:
@@ -271,8 +267,6 @@ def require_parts(model) -> None:
     decoder = getattr(model, "model", None)
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(model, "lm_head"):
         raise Refused("it is not a decoder (model.layers, lm_head)")
-    if hasattr(model.config, "text_config"):
-        raise Refused("its config is of several models (text_config)")
     for layer in decoder.layers:
         attention = getattr(layer, "self_attn", None)
         if attention is None:
@@ -293,19 +287,10 @@ def watch_layers(model) -> list:
     Raises Refused for a model whose layers cannot be watched.
     """
     require_parts(model)
-    with refused("its layers are not all of one shape", show=False):
-        heads = geometry(model.config).heads
     kinds = {}
-    for layer, (pairs, window, options) in zip(model.model.layers, find_pairs(model), strict=True):
+    for layer, (pairs, window) in zip(model.model.layers, find_pairs(model), strict=True):
         attention = layer.self_attn
         attention.rope_pairs, attention.window = pairs, window
-        rows = output_projection(attention).in_features
-        if rows != heads * attention.head_dim:
-            raise Refused(f"one of its layers has {rows // attention.head_dim} query heads, others {heads}")
-        unknown = [name for name, value in options.items()
-                   if name not in KNOWN and value is not None and value is not False]
-        if unknown:
-            raise Refused(f"its attention has an option that is not known here ({unknown[0]})")
         shapes = tuple((name, *parameter.shape) for name, parameter in attention.named_parameters())
         kinds.setdefault((tuple(pairs.angles.tolist()), window, shapes), layer)
     return [*kinds.values()]
