@@ -28,8 +28,8 @@ from common.models.load import pick_device
 from common.models.merging import score_pairs
 from common.reporting import plots
 from common.run.artifact import begin_stage, input_digests, write_directory, write_record
-from common.run.errors import UserError, run_stage
-from common.run.flags import device, positive, stage_parser
+from common.run.errors import run_stage
+from common.run.flags import device, stage_parser
 from common.run.progress import Progress
 
 TENSORS, PICTURES = "similarity.safetensors", ("similarity.png", "pairs.png")
@@ -40,9 +40,8 @@ def parse():
     parser = stage_parser(__doc__)
     parser.add_argument("--calibration", metavar="DIR", help="default: RUN/calibration")
     parser.add_argument("--energy", action="store_true",
-                        help="also score what closed-form merging loses (slow with many heads)")
-    parser.add_argument("--key-context", type=positive,
-                        help="tokens over which energy merges keys, as in 04_align.py")
+                        help="also score what closed-form merging loses, over as many tokens as 04_align.py "
+                             "merges keys for by default (slow with many heads)")
     parser.add_argument("--device", type=device, default="auto", help="auto, cpu or cuda")
     return parser.parse_args()
 
@@ -80,15 +79,13 @@ def draw_similarity(directory: str, similarity: dict[str, torch.Tensor]) -> None
 
 def main():
     args = parse()
-    if args.key_context and not args.energy:
-        raise UserError("--key-context: expected --energy with it, found none")
     source = args.calibration or os.path.join(args.run, "calibration")
     output = os.path.join(args.run, "similarity")
     inputs = input_digests(args.run, [source])
     started = begin_stage("02_similarity.py", args, output, inputs=inputs)
     calibration = Calibration(source)
     model = calibration.model
-    context = key_context(args.key_context, calibration.summary["positions"])
+    context = key_context(None, calibration.summary["positions"])
     compute_device = pick_device(args.device)
     print(f"reads   {source}: {model['path']}, {calibration.summary['tokens']} tokens")
 

@@ -33,19 +33,15 @@ def closed_form_layer(grams: LayerGrams, groups: torch.Tensor, value_rotation: t
     groups: [G, D] head indices; value_rotation: Q [G, D, d, d]; key_rotation: u [G, D, P] complex. context:
     tokens over which merged keys preserve scores.
     """
-    key_merge = merge_rope_keys(key_fit(grams, groups, to_matrix(key_rotation), context))
-    return Merge(*merge_values(*value_blocks(grams, groups, value_rotation)), *key_merge)
+    values = rotated(group_blocks(grams.value("raw"), groups), value_rotation)
+    outputs = value_rotation @ grams.output[groups] @ value_rotation.mT
+    keys = key_fit(grams, groups, to_matrix(key_rotation), context)
+    return Merge(*merge_values(values, outputs), *merge_rope_keys(keys))
 
 
 def rotated(blocks: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Q_i C[i, j] Q_j^T from C [G, D, D, d, d] and Q [G, D, d, d]."""
     return torch.einsum("giab,gijbc,gjdc->gijad", rotation, blocks, rotation)
-
-
-def value_blocks(grams: LayerGrams, groups: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The Gram [G, D, D, d, d] of the groups' Q v, and their Q W_O^T W_O Q^T [G, D, d, d]."""
-    gram = rotated(group_blocks(grams.value("raw"), groups), rotation)
-    return gram, rotation @ grams.output[groups] @ rotation.mT
 
 
 def with_energies(merge: Merge, grams: LayerGrams, groups: torch.Tensor, key_rotation: torch.Tensor,

@@ -267,26 +267,15 @@ class HeadMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        for columns in (False, True):
-            weights = [(weight, group["lr"]) for group in self.param_groups
-                       if group["columns"] == columns for weight in group["params"]]
-            if weights:
-                self._move(weights, columns)
-
-    def _move(self, weights: list[tuple], columns: bool) -> None:
-        """Step weights, with their learning rates. Their heads are made orthogonal by the same products: each
-        is as long as the residual stream is wide.
-        """
-        directions = []
-        for weight, _ in weights:
-            state = self.state[weight]
-            if not state:
-                state["momentum"] = torch.zeros_like(weight)
-            momentum = state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
-            direction = weight.grad.lerp(momentum, MOMENTUM)
-            directions.append((direction.T if columns else direction).unflatten(0, (-1, self.head_dim)))
-        together = torch.cat(directions) if len(directions) > 1 else directions[0]
-        steps = orthogonalized(together).split([len(heads) for heads in directions])
-        for (weight, rate), heads in zip(weights, steps, strict=True):
-            step = STEP * max(heads.shape[1:]) ** 0.5 * heads.flatten(0, 1)
-            weight.sub_(rate * (step.T if columns else step))
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                if not state:
+                    state["momentum"] = torch.zeros_like(weight)
+                momentum = state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
+                direction = weight.grad.lerp(momentum, MOMENTUM)
+                if group["columns"]:
+                    direction = direction.T
+                heads = orthogonalized(direction.unflatten(0, (-1, self.head_dim)))
+                step = STEP * max(heads.shape[1:]) ** 0.5 * heads.flatten(0, 1)
+                weight.sub_(group["lr"] * (step.T if group["columns"] else step))
