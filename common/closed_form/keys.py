@@ -40,12 +40,6 @@ BAND_LIMIT = 0.8  # radians: pairs that turn less within the context start as va
 Maps = tuple[torch.Tensor, torch.Tensor]  # A and B
 
 
-def key_weights(energy: torch.Tensor) -> torch.Tensor:
-    """w_i[p] from one layer's sum_n |q_i[p]|^2 [..., P]: its root, floored at QUERY_FLOOR times the mean."""
-    mean = energy.mean()
-    return energy.clamp(min=float(QUERY_FLOOR * mean)).sqrt() if mean > 0 else torch.ones_like(energy)
-
-
 def merge_keys(gram: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """c [G, D, D, P] and w [G, D, P] -> encode [G, D, P], decode [G, D, P], complex.
 
@@ -224,7 +218,8 @@ def start_by_pairs(fit: KeyFit) -> Maps:
     """A and B pair by pair. Softmax ignores what is constant, so avg(R) E[k] is subtracted from the keys."""
     mean = fit.turns.turn(fit.mean)
     constant = pair_products(mean[:, :, None, :, None] * mean[:, None, :, None, :])
-    weights = key_weights(pair_products(fit.query).real)
+    energy = pair_products(fit.query).real
+    weights = energy.clamp(min=float(QUERY_FLOOR * energy.mean())).sqrt()
     encode, decode = merge_keys(fit.turns.gain.square() * pair_products(fit.gram) - constant, weights)
     return to_matrix(encode), to_matrix(decode)
 

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from common.closed_form import keys as key_merge
 from common.closed_form.keys import KeyFit, RopeAverages, alternate, log_uniform, merge_rope_keys
 from common.closed_form.values import merge_values
-from common.method.rope import to_complex
+from common.method.rope import to_complex, to_matrix
 from models import tiny_model
 from reference import DISTANCES, FREQUENCIES, normal, rope_rotations
 
@@ -193,13 +193,16 @@ def test_the_shared_keys_have_the_phase_and_energy_of_the_mean():
 
 
 def test_pairs_start_from_what_softmax_sees():
-    """A pair's mean does not count where it hardly turns: large equal keys there must not win the pair."""
+    """Keys less what all distances leave of their mean, weighted by the queries' root mean square; that of a
+    head without queries is a thousandth of all."""
     sampled = Sampled()
-    steady = torch.zeros(GROUPS, MEMBERS, SIZE, dtype=torch.float64)
-    steady[..., 3] = 5 * normal(GROUPS, MEMBERS, seed=9)  # of the slowest pair
-    plain = key_merge.start_by_pairs(sampled.fit())
-    sampled.keys = sampled.keys + steady
-    shifted = key_merge.start_by_pairs(sampled.fit())
-    slow = torch.tensor([3, 7])
-    for before, after in zip(plain, shifted, strict=True):
-        assert (before - after)[..., slow, :][..., slow].abs().max() < 0.05 * before.abs().max()
+    sampled.queries[:, 0, 0] = 0
+    keys, angles = to_complex(sampled.keys), -DISTANCES[:, None] * FREQUENCIES
+    steady = torch.polar(torch.ones_like(angles), angles).mean(0) * keys.mean(0)  # [G, D, P]
+    gram = torch.einsum("ngip,ngjp->gijp", keys.conj(), keys) / TOKENS
+    gram = gram - torch.einsum("gip,gjp->gijp", steady.conj(), steady)
+    energy = to_complex(sampled.queries).abs().square().mean(0)
+    weights = energy.clamp(min=1e-6 * energy.mean().item()).sqrt()
+    expected = [to_matrix(factor) for factor in key_merge.merge_keys(gram, weights)]
+    for ours, theirs in zip(key_merge.start_by_pairs(sampled.fit()), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
