@@ -5,7 +5,7 @@ import torch
 
 import paper
 from common.method.merge import Merge
-from common.models.edits import behind_norm, exchange_pairs, fuse_groups, merged_config, merged_state
+from common.models.edits import exchange_pairs, fuse_groups, merged_config, merged_state
 from models import tiny_model
 from reference import plain_merge
 
@@ -68,27 +68,6 @@ def test_keys_and_values_are_the_mean_of_equations_25_and_26():
 
 
 @torch.no_grad()
-def test_norms_over_all_heads_get_the_scale_of_uncorrelated_rows():
-    """The root of their variance, times what makes the mean of energy over variance 1."""
-    attention = tiny_model(model_type="olmo2").double().model.layers[0].self_attn
-    maps, energies = torch.randn(4, 2, 4, 8, 8).double(), (torch.rand(2, 8) + 1, torch.rand(2, 4, 8) + 1)
-    state = merged_state(attention, Merge(*maps, *energies))
-    weights = (getattr(attention, f"{letter}_norm").weight.view(2, 4, 8, 1) for letter in "kq")
-    keys, queries = (map.square() @ weight.square() for map, weight in zip(
-        (maps[2], maps[3].mT), weights, strict=True))
-    keys = keys.sum(1)
-    for letter, variance, energy in zip("kq", (keys, queries), energies, strict=True):
-        ratio = (energy[..., None] / variance).mean()
-        torch.testing.assert_close(state[f"{letter}_norm.weight"], (ratio * variance).sqrt().flatten())
-    weight, rows = attention.k_norm.weight.view(2, 4, 8, 1), attention.k_proj.weight.view(2, 4, 8, -1)
-    shared = (maps[2] @ (weight * rows)).sum(1).flatten(0, 1) / state["k_norm.weight"][:, None]
-    torch.testing.assert_close(state["k_proj.weight"], shared)
-    alone = merged_state(attention, Merge(*maps))  # without energies W_Q stays as it is
-    torch.testing.assert_close(alone["k_norm.weight"], keys.sqrt().flatten())
-    assert not [name for name in alone if name.startswith("q")]
-
-
-@torch.no_grad()
 def test_norms_of_single_heads_get_one_scale_for_all_of_them():
     """Of keys before the norm and queries behind it; plain merges leave both as they are."""
     attention = tiny_model(model_type="qwen3", num_key_value_heads=4).double().model.layers[0].self_attn
@@ -109,12 +88,6 @@ def test_norms_of_single_heads_get_one_scale_for_all_of_them():
     plain = merged_state(attention, plain_merge(4, 2, 8))
     assert not [name for name in plain if "norm" in name]
     assert torch.equal(plain["q_proj.weight"], attention.q_proj.weight)
-
-
-def test_shared_keys_of_zero_stay_zero_behind_a_norm():
-    merged = {"k_proj.weight": torch.zeros(2, 8, 5)}
-    behind_norm(merged, "k", torch.zeros(2, 8, 1), None)
-    assert not merged["k_proj.weight"].any() and merged["k_norm.weight"].isfinite().all()
 
 
 @torch.no_grad()
