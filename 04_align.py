@@ -177,11 +177,10 @@ def align_groups(grams_of, groups: torch.Tensor, criterion: str) -> tuple[list, 
     return rotations, cosines
 
 
-def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: list) -> dict[str, list]:
+def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: list) -> tuple[list, list]:
     """Rotate and reorder the heads of the source `layers`, and write the checkpoint.
 
-    Returns the logits of the "rotated" model and of the "rounded" one, which is the rotated model rounded to
-    the checkpoint's precision; and the "cached" ones of that which the checkpoint must equal.
+    Returns the logits of the rotated model, and of that rounded to the checkpoint's precision.
     """
     def rotate(index, layer):
         fuse_groups(layer.self_attn, inputs.groups[index], *rotations[index])
@@ -194,25 +193,23 @@ def write_aligned(directory: str, layers: Layers, inputs: Inputs, rotations: lis
     layers.edit(rotate)
     rotated = layers.logits(inputs.tokens)
     layers.edit(round_weights)
-    logits = {"rotated": rotated, "rounded": layers.logits(inputs.tokens),
-              "cached": layers.logits(inputs.tokens[:1], cached=True)}
+    rounded = layers.logits(inputs.tokens)
     with writer:
         for index, layer in enumerate(layers.decoder_layers()):
             writer.write(f"model.layers.{index}", layer)
         writer.write_rest(layers)
-    return logits
+    return rotated, rounded
 
 
-def check_aligned(inputs: Inputs, source: list, logits: dict[str, list], loaded: Layers) -> dict[str, float]:
-    """Equivalence check of aligned/ as loaded back: returns its metrics, raises UserError if it fails.
-
-    Both sides are transformers' own forward pass, without a cache and from one.
+def check_aligned(inputs: Inputs, source: list, rotated: list, rounded: list,
+                  loaded: Layers) -> dict[str, float]:
+    """Equivalence check of aligned/ as loaded back, by transformers' own forward pass: returns its metrics,
+    raises UserError if it fails. source, rotated, rounded: logits.
     """
     aligned = loaded.logits(inputs.tokens)
     allowed = max(LOGIT_TOLERANCE[0], LOGIT_TOLERANCE[1] * max(float(rows.abs().max()) for rows in source))
-    pairs = [(source, logits["rotated"]), (logits["rounded"], aligned),
-             (logits["cached"], loaded.logits(inputs.tokens[:1], cached=True))]
-    difference = float(torch.tensor([max_difference(*pair) for pair in pairs]).max())  # propagates NaN
+    differences = max_difference(source, rotated), max_difference(rounded, aligned)
+    difference = float(torch.tensor(differences).max())  # propagates NaN
     if difference > allowed:  # large scores round more: by how much, the source itself shows
         exact = Layers(inputs.source["path"], torch.float64, loaded.device, layerwise=True)
         allowed = max(allowed, ROUNDING * max_difference(source, exact.logits(inputs.tokens)))
@@ -239,7 +236,7 @@ def verified_part(parts: Parts, args, inputs: Inputs, rotations: list) -> tuple[
 
     def checked(directory: str) -> dict:
         logits = write_aligned(directory, open_layers(path, args), inputs, rotations)
-        return check_aligned(inputs, source, logits, open_layers(directory, args))
+        return check_aligned(inputs, source, *logits, open_layers(directory, args))
 
     found = parts.find("aligned")
     if found:

@@ -135,19 +135,13 @@ class Layers:
                 hook.remove()
 
     @torch.no_grad()
-    def logits(self, tokens: torch.Tensor, cached: bool = False) -> list[torch.Tensor]:
+    def logits(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """Token ids [n, T] -> n tensors of logits [T, vocab], float32 on the CPU: what transformers computes.
 
-        cached: only of the second half of the tokens, which reads the first half's keys and values from the
-        model's own cache. All n sequences are computed at once.
+        All n sequences are computed at once.
         """
-        tokens, half = tokens.to(self.device), tokens.shape[1] // 2
         with self.streamed() as model:
-            cache = None
-            if cached:
-                cache = model(input_ids=tokens[:, :half], use_cache=True, logits_to_keep=1).past_key_values
-                tokens = tokens[:, half:]
-            output = model(input_ids=tokens, past_key_values=cache, use_cache=cached)
+            output = model(input_ids=tokens.to(self.device), use_cache=False)
         return list(output.logits.float().cpu())
 
     def logits_of(self, hidden):

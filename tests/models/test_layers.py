@@ -99,8 +99,6 @@ def test_layers_are_the_model(tmp_path, layerwise, tied):
     devices = {parameter.device.type for parameter in layers.model.parameters()}
     assert devices == {"meta"} if layerwise else {"cpu"}
     torch.testing.assert_close(torch.stack(layers.logits(TOKENS)), model(TOKENS).logits, rtol=0, atol=1e-5)
-    cached = torch.stack(layers.logits(TOKENS, cached=True))
-    torch.testing.assert_close(cached, model(TOKENS).logits[:, 10:], rtol=0, atol=1e-4)
     assert {parameter.device.type for parameter in layers.model.parameters()} == devices
 
 
