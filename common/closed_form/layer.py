@@ -104,6 +104,7 @@ def merging_loss(grams: LayerGrams, context: int) -> torch.Tensor:
     for head in range(kv_heads - 1):
         others = torch.arange(head + 1, kv_heads)
         fit = key_fit(grams, torch.stack((torch.full_like(others, head), others), dim=1), None, context)
-        loss[head, head + 1 :] = alternate(fit, *start_by_pairs(fit), SCORING_ROUNDS)[2].clamp(min=0)
+        lost = alternate(fit, *start_by_pairs(fit), SCORING_ROUNDS)[2]
+        loss[head, head + 1 :] = lost.clamp(min=0)  # pragma: no mutate: negative only by rounding
     lost_keys = ratio(loss + loss.T, (every_head.query * every_head.variance).sum())
     return value_loss(grams.value("raw"), grams.output) + lost_keys

@@ -158,6 +158,8 @@ def test_keys_are_the_truncated_svd_of_each_pair(members):
     torch.testing.assert_close(shared.abs().square().sum(0), mean_energy, rtol=1e-10, atol=0)
     assert ((shared.conj() * keys.mean(0)).sum(0).real > 0).all()  # the phase of the mean
     torch.testing.assert_close(merge_keys(1e-9 * gram[None], weights[None])[0][0], encode)
+    mean, read = (part[0] for part in merge_keys(0 * gram[None], weights[None]))  # of pairs that are zero
+    assert (mean == 1 / members).all() and (read == 1).all()
 
 
 def test_energy_scores_are_what_merging_the_pair_loses():
@@ -233,7 +235,8 @@ def test_shared_keys_before_norms_of_single_heads_are_regressions_of_those_behin
     stats.update_queries(queries)
     groups, signs = torch.tensor([[2, 0], [1, 3]]), normal(2, 2, 4, seed=5).sign()
     merge = Merge(*normal(4, 2, 2, 8, 8, seed=6))
-    grams = LayerGrams(stats.tensors() | {"rope.frequencies": torch.ones(4).double()}, 4)
+    ones = torch.ones(4).double()
+    grams = LayerGrams(stats.tensors() | {"rope.frequencies": ones, "rope.scale": 2 * ones}, 4)
     expected = torch.einsum("nia,njb->ijab", normed, normed)
     torch.testing.assert_close(grams.rope_key, expected, rtol=1e-5, atol=1e-3)
     found = before_norms(merge, grams, groups, signs.to(torch.complex128))
@@ -255,4 +258,4 @@ def test_shared_keys_before_norms_of_single_heads_are_regressions_of_those_behin
     mapped = torch.einsum("giba,ngib->ngia", merge.key_out, query)
     torch.testing.assert_close(found.query_energy, mapped.square().mean(0), **close)
     fit = key_fit(grams, groups, None, 64)  # what all keys share counts
-    assert not fit.mean.any()
+    assert not fit.mean.any() and (fit.turns.gain == 4).all()

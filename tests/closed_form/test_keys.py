@@ -138,6 +138,17 @@ def test_what_rope_scales_is_merged_for_the_scores_of_scaled_queries_and_keys():
     assert (loss < 0.95 * sampled.loss(*merge_rope_keys(ignorant))).all()
 
 
+def test_keys_that_are_zero_are_merged_to_zero(monkeypatch):
+    """Of one group; the other's do not change."""
+    monkeypatch.undo()  # with damping and noise
+    sampled = Sampled()
+    expected = merge_rope_keys(sampled.fit())
+    sampled.keys[:, 0] = 0
+    for merged, both in zip(merge_rope_keys(sampled.fit()), expected, strict=True):
+        assert merged.isfinite().all()
+        torch.testing.assert_close(merged[1], both[1], rtol=1e-4, atol=1e-4)
+
+
 def test_without_frequencies_it_is_the_merge_of_values():
     """RoPE that turns nothing leaves scores bilinear: the truncated SVD, with Sigma for W_O^T W_O."""
     sampled = Sampled(torch.eye(SIZE, dtype=torch.float64).expand(5, SIZE, SIZE))
