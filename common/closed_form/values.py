@@ -68,7 +68,8 @@ def value_loss(gram: torch.Tensor, output_gram: torch.Tensor) -> torch.Tensor:
         upper = torch.cat((diagonal[i].expand_as(cross), cross), -1)
         lower = torch.cat((cross.mT, diagonal[i + 1 :]), -1)
         pairs = torch.cat((upper, lower), -2)  # [H - i - 1, 2d, 2d]
-        loss[i, i + 1 :] = threaded(torch.linalg.eigvalsh, pairs)[:, :size].clamp(min=0).sum(-1)
+        lost = threaded(torch.linalg.eigvalsh, pairs)[:, :size]
+        loss[i, i + 1 :] = lost.clamp(min=0).sum(-1)  # pragma: no mutate: negative only by rounding
     return ratio(loss + loss.T, torch.einsum("iaa->", diagonal))
 
 

@@ -127,6 +127,8 @@ def test_values_are_the_truncated_svd_of_the_stacked_maps(members, strength):
     encode, decode = merge_values(gram[None], (outputs.mT @ outputs)[None])
     tiny = merge_values(1e-9 * gram[None], (outputs.mT @ outputs)[None])
     torch.testing.assert_close(tiny, (encode, decode))  # whatever the values' scale is
+    mean, read = merge_values(0 * gram[None], (outputs.mT @ outputs)[None])  # of values that are zero
+    assert (mean == torch.eye(8) / members).all() and (read == torch.eye(8)).all()
     stacked = (outputs @ seen).reshape(-1, 30).numpy()
     left, singular, right = np.linalg.svd(stacked, full_matrices=False)
     best = (left[:, :8] * singular[:8]) @ right[:8]
@@ -184,6 +186,7 @@ def test_energy_scores_are_what_merging_the_pair_loses():
         first, best = (float(alternate(fit, *start_by_pairs(fit), rounds)[2]) for rounds in (2, 50))
         assert float(both[i, j] - of_values[i, j]) == pytest.approx(first / total_key, rel=1e-9)
         assert best < first < 1.5 * best
+    assert not value_loss(0 * value, output).any()
     for loss in (of_values, both):
         assert loss.dtype == torch.float64 and torch.equal(loss, loss.T)
         assert (loss.diagonal() == 0).all() and (loss + torch.eye(4) > 0).all()
