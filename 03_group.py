@@ -74,7 +74,7 @@ def main():
     measured = read_record(source, "02_similarity.py")
     tensors = read_tensors(source, "similarity.safetensors", measured)
     model = measured["model"]
-    similarity = similarity_by(tensors, source, model, args.by, args.criterion)
+    similarity = similarity_by(tensors, source, args.by, args.criterion)
     layers, source_kv_heads = model["layers"], model["kv_heads"]
     kv_heads = args.kv_heads or max(source_kv_heads // 4, 1)
     check_kv_heads(source_kv_heads, kv_heads)

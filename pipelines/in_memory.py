@@ -8,7 +8,6 @@ is made here, too; stage 4's check, that the rotated model equals its source, is
 import common.run.openmp  # noqa: F401 - before torch
 import copy
 import tempfile
-from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -109,5 +108,5 @@ def find_groups(calibration: list, config, kv_heads: int, by: str, context: int)
     if by == "none":
         return torch.from_numpy(default_groups(shape.layers, shape.kv_heads, kv_heads))
     similarity = score_pairs(calibration, context if by == "energy" else None)
-    chosen = similarity_by(similarity, "similarity", asdict(shape), by, CRITERION)
+    chosen = similarity_by(similarity, "similarity", by, CRITERION)
     return torch.from_numpy(anneal(chosen, kv_heads, RESTARTS, ITERATIONS, SEED))

@@ -26,28 +26,19 @@ def score_pairs(layers, context: int | None) -> dict[str, torch.Tensor]:
     return {name: torch.stack([matrices[name] for matrices in scores]) for name in scores[0]}
 
 
-def similarity_by(tensors: dict, path: str, model: dict, by: str, criterion: str) -> np.ndarray:
+def similarity_by(tensors: dict, path: str, by: str, criterion: str) -> np.ndarray:
     """The similarity to maximize, [layers, H, H], of the tensors in stage 2's file at `path`.
 
-    Raises UserError unless it is finite and its shape matches the model in the record.
+    Raises UserError if there are no energy scores and `by` asks for them.
     """
     if by == "energy" and "energy" not in tensors:
         raise UserError(f"{path}: expected energy scores, found none; run 02_similarity.py --energy --force")
-    shape = model["layers"], model["kv_heads"], model["kv_heads"]
-
-    def matrix(name: str) -> np.ndarray:
-        values = tensors[name].numpy()
-        if values.shape != shape or not np.isfinite(values).all():
-            raise UserError(f"{path}: expected finite {name} of shape {list(shape)}, "
-                            f"found {list(values.shape)}; run 02_similarity.py again with --force")
-        return values
-
     if by == "energy":
-        return matrix("energy")
-    if by in ("key", "value"):
-        return matrix(f"{by}.{criterion}.after")  # after: heads are merged as stage 4 turns them
-    key, value = matrix(f"key.{criterion}.after"), matrix(f"value.{criterion}.after")
-    return combine(key, value)  # for both; for none it only gives the scores
+        return tensors["energy"].numpy()
+    # after: heads are merged as stage 4 turns them
+    key, value = (tensors[f"{head}.{criterion}.after"].numpy() for head in ("key", "value"))
+    both = combine(key, value)
+    return {"key": key, "value": value, "both": both, "none": both}[by]  # for none it only gives the scores
 
 
 def choose_merges(kind: str, grams_of, groups: torch.Tensor, rotations: list, context: int | None):
