@@ -58,9 +58,8 @@ class Layers:
         materialize(module, self.device)
         if module is self.model:
             module.tie_weights()
-        names = {key: f"{name}.{key}" if name else key for key in module.state_dict()}
-        tensors = {self.tied.get(names[key], names[key]): tensor
-                   for key, tensor in module.state_dict().items()}
+        state = module.state_dict(prefix=f"{name}." if name else "")
+        tensors = {self.tied.get(key, key): tensor for key, tensor in state.items()}
         self.weights.read(tensors)
         check_finite(tensors.items(), self.path)
         return module

@@ -1,6 +1,5 @@
 """The weights of a checkpoint directory: finding their files, reading single tensors, validating them."""
 
-import functools
 import glob
 import hashlib
 import os
@@ -111,47 +110,35 @@ class StoredWeights:
     """The weights of a checkpoint directory, read a few tensors at a time by their names in a model.
 
     What transformers stores otherwise than a model holds it, each expert of a mixture by itself, is converted
-    by transformers when it is read. Raises UserError for files that are damaged, and for tensors that cannot
-    be converted.
+    by transformers when it is read. Raises UserError for files that are damaged.
     """
 
     def __init__(self, path: str, model):
-        stored, transforms = open_checkpoint(path), get_model_conversion_mapping(model, add_legacy=False)
-        renamings, converters = ([transform for transform in transforms if isinstance(transform, kind)]
-                                 for kind in (WeightRenaming, WeightConverter))
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+        renamings, self.converters = ([transform for transform in transforms if isinstance(transform, kind)]
+                                      for kind in (WeightRenaming, WeightConverter))
         ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-        self.path, self.keys, self.made, groups = path, {}, {}, {}
-        for key in sorted(stored, key=dot_natural_key):  # experts in their order
-            if any(pattern.search(key) for pattern in ignored):
-                continue
-            name, pattern = rename_source_key(key, renamings, converters)
-            if pattern is None:
-                self.keys[name] = key
-            else:
-                groups.setdefault(name, []).append((key, pattern))
-        for name, parts in groups.items():
-            converter = next(each for each in converters if parts[0][1] in each.source_patterns)
-            make = functools.partial(convert, converter, name, parts, model)
-            try:
-                made = make({key: empty_of(stored[key]) for key, _ in parts})
-            except Exception as error:  # one is missing, or has another shape
-                raise UserError(f"{path}: expected tensors that make {name}, found others: "
-                                f"{first_line(error)}") from error
-            self.made |= {target: (make, tensor) for target, tensor in made.items()}
+        self.path, self.model = path, model
+        self.parts: dict[str, list] = {}  # name in the model -> stored names, each with a converter's pattern
+        for key in sorted(open_checkpoint(path), key=dot_natural_key):  # experts in their order
+            if not any(pattern.search(key) for pattern in ignored):
+                name, pattern = rename_source_key(key, renamings, self.converters)
+                self.parts.setdefault(name, []).append((key, pattern))
 
     def names(self) -> set[str]:
         """Names of the stored tensors in the model."""
-        return {*self.keys, *self.made}
+        return {*self.parts}
 
     def open(self) -> dict:
         """open_checkpoint by the names in the model.
 
         The files are reopened each time, because pages read from an open one stay in memory.
         """
-        stored = open_checkpoint(self.path)
-        tensors = {name: stored[key] for name, key in self.keys.items()}
-        return tensors | {name: Converted(make, stored, name, empty)
-                          for name, (make, empty) in self.made.items()}
+        stored, tensors = open_checkpoint(self.path), {}
+        for name, parts in self.parts.items():
+            (key, pattern), *_ = parts
+            tensors[name] = stored[key] if pattern is None else Converted(self, name, stored)
+        return tensors
 
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
         """Fill tensors by name. Raises UserError for one that is missing or has another shape."""
@@ -166,25 +153,34 @@ class StoredWeights:
 
 
 class Converted:
-    """A handle for a tensor that is made of several stored ones, as those of open_checkpoint."""
+    """A handle for a tensor that a converter makes of several stored ones, as those of open_checkpoint."""
 
-    def __init__(self, made, stored: dict, name: str, empty: torch.Tensor):
-        self.made, self.stored, self.name = made, stored, name
-        self.shape, self.dtype = empty.shape, empty.dtype
+    def __init__(self, weights: StoredWeights, name: str, stored: dict):
+        self.weights, self.name, self.stored = weights, name, stored
+
+    def make(self, read) -> torch.Tensor:
+        """The tensor that is made of what read(handle) gives for each stored one. Raises UserError."""
+        parts, model = self.weights.parts[self.name], self.weights.model
+        converter = next(each for each in self.weights.converters if parts[0][1] in each.source_patterns)
+        for key, pattern in parts:
+            converter.add_tensor(self.name, key, pattern, read(self.stored[key]))
+        try:
+            made = converter.convert(self.name, model=model, config=model.config)[self.name]
+        except Exception as error:  # one is missing, or has another shape
+            raise UserError(f"{self.weights.path}: expected tensors that make {self.name}, found others: "
+                            f"{first_line(error)}") from error
+        return made[0] if isinstance(made, list) else made
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.make(empty_of).shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.make(empty_of).dtype
 
     def __getitem__(self, rows) -> torch.Tensor:
-        return self.made(self.stored)[self.name][rows]
-
-
-def convert(converter: WeightConverter, name: str, parts: list[tuple[str, str]], model, stored) -> dict:
-    """The model's tensors that a converter makes of parts, (stored name, pattern of the converter) pairs.
-
-    name: of the first of them; stored: stored name -> what gives a tensor when sliced.
-    """
-    for key, pattern in parts:
-        converter.add_tensor(name, key, pattern, stored[key][...])
-    made = converter.convert(name, model=model, config=model.config)
-    return {target: tensor[0] if isinstance(tensor, list) else tensor for target, tensor in made.items()}
+        return self.make(lambda stored: stored[...])[rows]
 
 
 def shape_of(stored) -> tuple[int, ...]:
