@@ -150,9 +150,10 @@ def merged_modules(attention, whole_head: bool = False) -> tuple[str, ...]:
     output = output_name(attention)
     if is_fused(attention):
         return ("qkv_proj", output) if whole_head else ("qkv_proj",)
-    known = {"joint": ("k_norm", "q_norm")[: 1 + whole_head], "head": ("k_norm", "q_norm") * whole_head}
-    norms = known.get(norm_kind(attention), ())
-    return (*(("q_proj", "k_proj", "v_proj", output) if whole_head else ("k_proj", "v_proj")), *norms)
+    norm = norm_kind(attention)
+    if whole_head:
+        return "q_proj", "k_proj", "v_proj", output, *(("k_norm", "q_norm") if norm else ())
+    return ("k_proj", "v_proj", "k_norm") if norm == "joint" else ("k_proj", "v_proj")
 
 
 def merged_parameters(attention) -> dict[str, torch.nn.Parameter]:

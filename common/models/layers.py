@@ -12,7 +12,6 @@ import json
 import os
 import tempfile
 
-import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers.core_model_loading import revert_weight_conversion
@@ -179,9 +178,8 @@ class Spool:
     def __getitem__(self, number: int) -> torch.Tensor:
         dtype, shape, device = self.batches[number]
         self.file.seek(self.offsets[number])
-        content = self.file.read(self.offsets[number + 1] - self.offsets[number])
-        raw = np.frombuffer(bytearray(content), np.uint8)
-        return torch.from_numpy(raw).view(dtype).view(shape).to(device)
+        content = bytearray(self.file.read(self.offsets[number + 1] - self.offsets[number]))
+        return torch.frombuffer(content, dtype=dtype).view(shape).to(device)
 
     def __setitem__(self, number: int, batch: torch.Tensor) -> None:
         """Replace a batch by one of the same size in bytes."""
