@@ -1,6 +1,5 @@
 """The Hugging Face hub: the files of a repository from which a model is read, and why it cannot be read."""
 
-import contextlib
 import os
 
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -29,12 +28,15 @@ def download(repository: str) -> str:
     snapshot_download(repository, revision=commit, allow_patterns=[*OTHER_FILES, *TOKENIZER_FILES],
                       ignore_patterns="original/*")  # of a Llama in Meta's own format
     for name in WEIGHT_FILES:
-        with contextlib.suppress(EntryNotFoundError):  # also of what a cache without a network lacks
+        try:
             shards = index_shards(hf_hub_download(repository, name, revision=commit))
-            if shards:
-                snapshot_download(repository, revision=commit, allow_patterns=shards)
-            break
-    return home
+        except EntryNotFoundError as error:  # also of what the cache lacks, if there is no network
+            missing = error
+            continue
+        if shards:
+            snapshot_download(repository, revision=commit, allow_patterns=shards)
+        return home
+    raise missing
 
 
 def reason(error: Exception) -> str:
