@@ -27,7 +27,7 @@ def threaded(decompose, matrices: torch.Tensor) -> torch.Tensor:
     """
     cores, device = torch.get_num_threads(), matrices.device
     matrices = matrices.cpu()
-    if not matrices.numel():
+    if cores == 1 or not matrices.numel():  # pragma: no mutate: one core: for time alone
         return decompose(matrices).to(device)
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         parts = list(pool.map(decompose, matrices.reshape(-1, *matrices.shape[-2:]).chunk(cores)))
