@@ -43,8 +43,8 @@ def find_newest(directory: str, model: str, name: str) -> str:
 def read_outcomes(path: str) -> dict[tuple[str, str], dict[int, list[float]]]:
     """eval.jsonl as (model, task) -> question -> log-likelihood of each choice."""
     scores = collections.defaultdict(dict)
-    for number, row in read_objects(path):
-        with expecting(f"{path} line {number}: expected an outcome of 07_eval.py, found another row"):
+    for place, row in read_objects(path):
+        with expecting(f"{path} {place}: expected an outcome of 07_eval.py, found another row"):
             task_scores = scores[row["model"], row["task"]]
             task_scores[row["question"]] = _numbers(row["likelihood_scores"])
     return scores
@@ -71,8 +71,8 @@ def read_harness_accuracies(directory: str, model: str) -> dict[str, float]:
 def read_harness_scores(directory: str, model: str, name: str) -> dict[int, list[float]]:
     """lm_eval's samples as question -> log-likelihood of each choice."""
     path, scores = find_newest(directory, model, f"samples_{name}"), {}
-    for number, row in read_objects(path):
-        with expecting(f"{path} line {number}: expected a sample of lm_eval, found another row"):
+    for place, row in read_objects(path):
+        with expecting(f"{path} {place}: expected a sample of lm_eval, found another row"):
             scores[row["doc"]["question"]] = _numbers(score for score, _ in row["filtered_resps"])
     return scores
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from common.data.data_sets import DATA_SET
 from common.data.documents import PARTS, TRAIN, DataSet, in_part, parse_source
-from common.data.rows import TABLE_NAMES, TABLES, Sample, abbreviated, column, read_rows, text_column
+from common.data.rows import TABLE_NAMES, TABLES, Sample, abbreviated, column, nested, parse_rows, read_rows
 from common.data.text import TooShort
 from common.models.weights import first_line
 from common.run.errors import UserError
@@ -30,45 +30,48 @@ def read_chats(source: str, split: str) -> Iterator[tuple[str, list[dict]]]:
     if not isinstance(kind, DataSet) and not (os.path.isfile(source) and source.endswith(TABLES)):
         state = "another name" if os.path.isfile(source) else "no such file"
         raise UserError(f"chats {source}: expected {DATA_SET} or a {TABLE_NAMES} file, found {state}")
-    for place, row in kind.rows():
-        try:
-            messages = _messages(row)
-        except ValueError as error:
-            raise UserError(f"{source} {place}: {error}") from error
+    for place, messages in parse_rows(source, kind.rows(), _messages):
         content = json.dumps([[message["role"], message["content"]] for message in messages])
         if in_part(content, kind.part(split)):
             yield place, messages
+
+
+def _messages(row: dict) -> list[dict]:
+    """The messages of a row. Raises ValueError unless each has a role and a content, both text."""
+    messages = column(row, "messages", list)
+    for number, message in enumerate(messages, 1):
+        name = f"messages.{number}"
+        columns = nested(message, name)
+        column(columns, f"{name}.role")
+        column(columns, f"{name}.content")
+    return messages
 
 
 def load_chats(source: str, tokenizer, longest: int, split: str = TRAIN, most: int | None = None,
                tokens: int | None = None) -> tuple[list[Sample], str]:
     """Samples of the chats in a part of a source, and a one-line description of what was read.
 
-    source: a .jsonl, .json, .json.gz or .parquet file, or hf:NAME[:CONFIG[:SPLIT]], with a column "messages",
-    a list of {"role": ..., "content": ...}. A sample has the token ids of tokenizer.apply_chat_template (with
-    a fixed date), at most `longest` of them; those without an answer there are left out. Its answers are what
-    the template renders for assistant messages after a generation prompt, end of turn included; the rest, an
-    assistant message that opens the chat included, is prompt. A thought that the generation prompt opens and
-    finished turns do not show is in neither. A chat is one sample, or one per answer if the template rewrites
-    earlier turns as the chat goes on. Reading ends with `most` samples, or with the chat in which they have
-    `tokens` tokens; a source may have fewer. Raises TooShort if there are none, and UserError for a row that
-    is not a chat with an answer, and for a tokenizer without a template, or whose template refuses the
-    chat.
+    source: a file of TABLES or hf:NAME[:CONFIG[:SPLIT]], with a column "messages", a list of {"role": ...,
+    "content": ...}. A sample has the token ids of tokenizer.apply_chat_template (with a fixed date), at most
+    `longest` of them; those without an answer there are left out. Its answers are what the template renders
+    for assistant messages after a generation prompt, end of turn included; the rest, an assistant message
+    that opens the chat included, is prompt. Reading ends with `most` samples, or with the chat in which they
+    have `tokens` tokens; a source may have fewer. Raises TooShort if there are none, and UserError for a row
+    that is not a chat with an answer, and for a tokenizer without a template, or whose template refuses it.
     """
-    rows, samples, chats, cut, taken = read_chats(source, split), [], 0, 0, 0
     template = fixed_template(tokenizer, source)
-    for place, messages in Progress(rows, desc=f"tokenizing {source}", unit="chat", leave=False):
+
+    def tokenize(messages: list[dict]) -> list[Sample]:
+        return [Sample(*tokenize_chat(segments, tokenizer)) for segments in render_all(messages, template)]
+
+    rows = Progress(read_chats(source, split), desc=f"tokenizing {source}", unit="chat", leave=False)
+    samples, chats, cut, taken = [], 0, 0, 0
+    for _, whole in parse_rows(source, rows, tokenize):
         chats += 1
-        try:
-            for segments in render_all(messages, template):
-                sample = Sample(*tokenize_chat(segments, tokenizer))
-                cut += len(sample) > longest
-                sample = truncate(sample, longest)
-                if sample.answer_tokens:
-                    samples.append(sample)
-                    taken += len(sample)
-        except ValueError as error:
-            raise UserError(f"{source} {place}: {error}") from error
+        cut += sum(len(sample) > longest for sample in whole)
+        found = [sample for sample in (truncate(each, longest) for each in whole) if sample.answer_tokens]
+        samples += found
+        taken += sum(map(len, found))
         if (most and len(samples) >= most) or (tokens and taken >= tokens):
             break
     samples = samples[:most]
@@ -87,27 +90,22 @@ def token_lines(chats: list[Sample]) -> str:
 
 
 def has_tokens(path: str) -> bool:
-    """Whether the chats of a file are tokenized, which suits one tokenizer alone. Raises UserError for a file
-    without rows.
-    """
-    return os.path.isfile(path) and path.endswith(TABLES) and TOKENS in next(read_rows(path))[1]
+    """Whether the chats of a file are tokenized, which suits one tokenizer alone."""
+    return os.path.isfile(path) and path.endswith(TABLES) and TOKENS in next(read_rows(path), ("", {}))[1]
 
 
 def load_tokenized(path: str, vocabulary: int, most: int) -> tuple[list[Sample], str]:
-    """The first chats of a file of token_lines, and a one-line description. Raises UserError for what is no
-    chat of token ids below `vocabulary` with an answer.
+    """The first chats of a file of token_lines, and a one-line description. Raises UserError for token ids
+    that are not below `vocabulary`.
     """
-    samples = []
-    for place, row in itertools.islice(read_rows(path), most):
-        segments = row.get(TOKENS)
-        lists = isinstance(segments, list) and all(isinstance(segment, list) for segment in segments)
-        ids = [token for segment in segments for token in segment] if lists else [None]
-        if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
-            raise UserError(f"{path} {place}: expected column {TOKENS!r} with lists of token ids below "
-                            f"{vocabulary}, found {abbreviated(segments)}")
-        samples.append(Sample(*segments))
-        if not segments[:1] or not segments[0] or not samples[-1].answer_tokens:
-            raise UserError(f"{path} {place}: expected a prompt and an answer, found {abbreviated(segments)}")
+    def sample(row: dict) -> Sample:
+        chat = Sample(*column(row, TOKENS, list))
+        largest = max(itertools.chain(*chat.segments))
+        if largest >= vocabulary:
+            raise ValueError(f"expected token ids below {vocabulary}, found {largest}")
+        return chat
+
+    samples = [chat for _, chat in parse_rows(path, itertools.islice(read_rows(path), most), sample)]
     return samples, f"{path}: {len(samples)} tokenized chats"
 
 
@@ -146,39 +144,17 @@ def fixed_template(tokenizer, path: str) -> Template:
     return Template(tokenizer, template)
 
 
-def _messages(row: dict) -> list[dict]:
-    """The messages of a row. Raises ValueError unless each has a role and a content, both text."""
-    messages = column(row, "messages")
-    if not isinstance(messages, list):
-        raise ValueError(f"column 'messages': expected a list, found {abbreviated(messages)}")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise ValueError(f"message {number}: expected an object, found {abbreviated(message)}")
-        for name in ("role", "content"):
-            try:
-                text_column(message, name)
-            except ValueError as error:
-                raise ValueError(f"message {number}: {error}") from error
-    return messages
-
-
 def apply_template(messages: list[dict], template: Template, prompting: bool) -> str:
     """Messages as text. prompting: with the beginning of an answer.
 
     Templates are programs, which transformers runs in a sandbox: raises ValueError for one that fails in any
-    way, or renders what is no text.
+    way.
     """
     try:
-        text = template.tokenizer.apply_chat_template(messages, chat_template=template.text, tokenize=False,
+        return template.tokenizer.apply_chat_template(messages, chat_template=template.text, tokenize=False,
                                                       add_generation_prompt=prompting)
     except Exception as error:
         raise ValueError(f"refused by the tokenizer's chat template: {first_line(error)}") from error
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError("expected text from the tokenizer's chat template, found a lone surrogate at "
-                         f"character {error.start + 1}") from error
-    return text
 
 
 class Rewritten(ValueError):
@@ -205,20 +181,16 @@ def render_all(messages: list[dict], template: Template) -> list[list[str]]:
 def render(messages: list[dict], answers: list[int], template: Template) -> list[str]:
     """A chat as text in segments, prompt and answer in turn, whose concatenation is the rendered chat.
 
-    answers: indices of the messages that are answers. Raises ValueError if the template refuses the chat, and
-    Rewritten if what it renders for the first messages is not how it renders the chat.
+    answers: indices of the messages that are answers. A template's thought is in no segment. Raises
+    ValueError if the template refuses the chat, and Rewritten if what it renders for the first messages is
+    not how it renders the chat.
     """
-    stops = []
-    for index in answers:
-        stops += [(index, True), (index + 1, False)]
+    stops = [stop for index in answers for stop in ((index, True), (index + 1, False))]
     if answers[-1] + 1 < len(messages):
         stops.append((len(messages), False))
     segments, rendered = [], ""
     for stop, prompting in stops:
-        try:
-            longer = apply_template(messages[:stop], template, prompting)
-        except ValueError as error:
-            raise ValueError(f"messages 1 to {stop}: {error}") from error
+        longer = apply_template(messages[:stop], template, prompting)
         longer = longer.removesuffix(template.thought) if prompting else longer
         if not longer.startswith(rendered):
             raise Rewritten(f"messages 1 to {stop}: expected a chat template that adds the answer to its "
@@ -246,7 +218,7 @@ def tokenize_chat(segments: list[str], tokenizer) -> list[array]:
         borders.append(max(border, borders[-1]))
     if borders[1] == 0:
         raise ValueError("expected a prompt before the first answer, found none")
-    return [ids[start:end] for start, end in zip(borders, [*borders[1:], len(ids)], strict=True)]
+    return [ids[start:end] for start, end in itertools.pairwise([*borders, len(ids)])]
 
 
 def truncate(sample: Sample, longest: int) -> Sample:

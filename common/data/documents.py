@@ -15,10 +15,11 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from common.data.data_sets import COMMITS, DATA_SET, commit_of, rows_of, stream
 from common.data.demo import DEMO, demo_home
-from common.data.rows import TABLE_NAMES, TABLES, placed, read_rows, text_column
+from common.data.rows import TABLE_NAMES, TABLES, column, numbered, parse_rows, read_rows
 from common.run.artifact import RECORD, remember_inputs
 from common.run.errors import UserError
 from common.run.files import open_text, read_json, stamp
@@ -93,13 +94,8 @@ class TableFile(Source):
         return read_rows(self.name)
 
     def contents(self, part: str) -> Iterator[str]:
-        for place, row in self.rows():
-            try:
-                document = text_column(row, "text")
-            except ValueError as error:
-                raise UserError(f"{self.name} {place}: {error}") from error
-            if in_part(document, self.part(part)):
-                yield document
+        documents = parse_rows(self.name, self.rows(), partial(column, name="text"))
+        return (document for _, document in documents if in_part(document, self.part(part)))
 
 
 class DataSet(TableFile):
@@ -111,7 +107,7 @@ class DataSet(TableFile):
         return commit_of(self.name)
 
     def rows(self) -> Iterator[tuple[str, dict]]:
-        return placed(self.name, ((f"row {index}", row) for index, row in enumerate(stream(self.name))))
+        return numbered(stream(self.name))
 
 
 class C4Text(Source):
@@ -181,13 +177,15 @@ def is_generated(source: str) -> bool:
     return isinstance(parse_source(source), Generated)
 
 
+def digest_of(content: str | bytes) -> bytes:
+    """By which contents are compared."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).digest()
+
+
 def in_part(content: str | bytes, part: str) -> bool:
     """Whether a document, chat, block or row with this content is in a part of its source."""
-    if part == EVALUATION:
-        return True
-    content = content.encode() if isinstance(content, str) else content
-    held_out = int.from_bytes(hashlib.sha256(content).digest()) < 2**256 // 10
-    return held_out == (part == HELDOUT)
+    held_out = int.from_bytes(digest_of(content)) < 2**256 // 10
+    return part == EVALUATION or held_out == (part == HELDOUT)
 
 
 def blocks(path: str) -> Iterator[str]:
@@ -205,11 +203,6 @@ def blocks(path: str) -> Iterator[str]:
                 block = ""
     if block:
         yield block
-
-
-def digest_of(content: str) -> bytes:
-    """By which contents are compared."""
-    return hashlib.sha256(content.encode()).digest()
 
 
 def digests_of(sources, run: str, output: str = "") -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import array
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, check_lengths, load_task, require_split, size_note, tokenize
 from common.data.text import TOKENS, TextSamples, write_text_tokens
 from common.models.load import bos_prefix, fingerprint, load_config
-from common.run.artifact import find_part, write_directory, write_record
 from common.run.errors import UserError, printable
 
 SPLIT = "split"  # --heldout-text: the held-out parts of --text
@@ -64,21 +62,16 @@ def load_pool(sources: Sources, context: DataContext) -> Pool:
 
     Raises UserError if there are none, and for data that cannot be read or used.
     """
-    tokenizer, ranks = context.tokenizer(), context.ranks
-    positions = load_config(context.model).max_position_embeddings
-    answered = load_tasks(sources, tokenizer, positions, ranks) if sources.tasks != NONE else []
+    tokenizer, positions = context.tokenizer(), load_config(context.model).max_position_embeddings
+    answered = load_tasks(sources, tokenizer, positions, context.ranks) if sources.tasks != NONE else []
     # files first: a fault in one is found before minutes of generating
-    chat_files = [source for source in sources.chat if not is_generated(source)]
-    loaded = {}
-    for source in chat_files:
-        tokens = sources.text_tokens if parse_source(source).endless else None
-        loaded[source] = context.kept(source, [TRAIN, tokens], partial(
-            load_chats, source, tokenizer, positions, TRAIN, tokens=tokens))
-    texts = load_texts(sources, context, tokenizer) if sources.text else ()
+    chats = {source: load_chat_samples(source, sources, context, tokenizer, positions)
+             for source in sorted(sources.chat, key=is_generated)}
     for source in sources.chat:
-        samples, description = loaded.get(source) or generate_chats(source, sources, context)
-        ranks.say(f"reads   {description}")
+        samples, description = chats[source]
+        context.ranks.say(f"reads   {description}")
         answered += samples
+    texts = load_texts(sources, context, tokenizer) if sources.text else ()
     if not answered and not texts:
         raise UserError("--tasks none: expected --text or --chat with it, found neither")
     return Pool(answered, texts)
@@ -87,7 +80,7 @@ def load_pool(sources: Sources, context: DataContext) -> Pool:
 def load_tasks(sources: Sources, tokenizer, positions: int, ranks) -> list[Sample]:
     """The training sets of the tasks, concatenated.
 
-    Raises UserError for missing files, and for a sample of more than `positions` tokens or without a prompt.
+    Raises UserError for missing files, and for a sample of more than `positions` tokens.
     """
     require_split(sources.only, "train", sources.tasks)
     samples = []
@@ -95,13 +88,24 @@ def load_tasks(sources: Sources, tokenizer, positions: int, ranks) -> list[Sampl
         examples, origin = load_task(task, "train", sources.tasks)
         tokenized = [tokenize(example, tokenizer) for example in examples]
         check_lengths(enumerate(tokenized, 1), positions, origin)
-        for number, sample in enumerate(tokenized, 1):
-            if not sample.prompt:
-                raise UserError(f"{origin} row {number}: expected a prompt, found none")
         samples += tokenized
         note = size_note(task, "train", origin, len(examples))
         ranks.say(f"reads   {origin}: {len(examples)} samples{note}")
     return samples
+
+
+def load_chat_samples(source: str, sources: Sources, context: DataContext, tokenizer,
+                      positions: int) -> tuple[list[Sample], str]:
+    """Chats of a source and their description. Raises UserError if none has an answer."""
+    if is_generated(source):
+        samples = as_samples(generate(source, sources, context, chats=True))
+        if not samples:
+            raise UserError(f"--chat {source}: expected answers within --text-length {sources.text_length} "
+                            "tokens, found none")
+        return samples, source
+    tokens = sources.text_tokens if parse_source(source).endless else None
+    return context.kept(source, [TRAIN, tokens], partial(
+        load_chats, source, tokenizer, positions, TRAIN, tokens=tokens))
 
 
 def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples:
@@ -110,18 +114,15 @@ def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples
     stored = length - len(prefix)  # of a sample's tokens in the file
     texts = [generate(source, sources, context, len(prefix)) if is_generated(source) else source
              for source in sources.text]
+
+    def fill(directory: str) -> str:
+        path = os.path.join(directory, TOKENS)
+        return "; ".join(write_text_tokens(texts, tokenizer, stored, sources.text_tokens, path))
+
     digests = [hashlib.sha256(text).hexdigest() for text in texts if isinstance(text, np.ndarray)]
     files = [(source, parse_source(source).version()) for source in sources.text]
-    key = json.dumps([TRAIN, files, digests, stored, sources.text_tokens, fingerprint(context.model)])
-    key = hashlib.sha256(key.encode()).hexdigest()
-    path, made_by = os.path.join(context.run, "tokens", key[:16]), {"key": key}
-    with context.writing_tokens():
-        if context.ranks.first and find_part(path, made_by) is None:
-            with write_directory(path) as aside:
-                counts = write_text_tokens(texts, tokenizer, stored, sources.text_tokens,
-                                           os.path.join(aside, TOKENS))
-                write_record(aside, made_by)
-            print(f"wrote   {path}: {'; '.join(counts)}", flush=True)
+    depends_on = [TRAIN, files, digests, stored, sources.text_tokens, fingerprint(context.model)]
+    path, _ = context.part("", depends_on, fill)
     samples = TextSamples(os.path.join(path, TOKENS), length, prefix)
     begin = f", {printable(tokenizer.bos_token)} first" if prefix else ""
     context.ranks.say(f"reads   {' '.join(sources.text)}: {len(samples)} samples of {length} tokens{begin}")
@@ -140,15 +141,6 @@ def generate(source: str, sources: Sources, context: DataContext, begin=0, chats
 def generated_rows(sources: Sources, begin=0) -> int:
     """The rows of `text_length` that have `text_tokens`, without the first `begin` of each."""
     return -(-sources.text_tokens // (sources.text_length - begin))
-
-
-def generate_chats(source: str, sources: Sources, context: DataContext) -> tuple[list[Sample], str]:
-    """Chats and their description. Raises UserError if none has an answer."""
-    samples = as_samples(generate(source, sources, context, chats=True))
-    if not samples:
-        raise UserError(f"--chat {source}: expected answers within --text-length {sources.text_length} "
-                        "tokens, found none")
-    return samples, source
 
 
 def samples_digest(samples: Sequence[Sample]) -> str:

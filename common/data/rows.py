@@ -8,7 +8,7 @@ import gzip
 import json
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,26 +19,33 @@ from common.run.errors import UserError
 LINES_OF_JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 TABLES = (*LINES_OF_JSON, ".parquet")
 TABLE_NAMES = ".jsonl, .json, .json.gz or .parquet"  # in help and errors
+KINDS = {str: "text", list: "a list", dict: "an object"}  # of values, in errors
 ROWS = 256  # of a parquet file in memory at a time
 
 
 def read_rows(path: str) -> Iterator[tuple[str, dict]]:
     """Yield (place, row) for every row: ("line 1", ...) from JSON Lines, ("row 0", ...) from parquet.
 
-    Raises UserError for what cannot be read as its name says, or has no rows.
+    Raises UserError for what cannot be read as its name says.
     """
-    if path.endswith(LINES_OF_JSON):
-        return placed(path, ((f"line {number}", row) for number, row in read_objects(path)))
-    return placed(path, ((f"row {index}", row) for index, row in enumerate(_parquet(path))))
+    return read_objects(path) if path.endswith(LINES_OF_JSON) else numbered(_parquet(path))
 
 
-def placed(source: str, rows: Iterator[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
-    """Yield (place, row) of a source. Raises UserError if there is none."""
-    place = None
+def numbered(rows: Iterable[dict]) -> Iterator[tuple[str, dict]]:
+    """Yield (place, row) for rows that are in no lines: ("row 0", ...)."""
+    return ((f"row {index}", row) for index, row in enumerate(rows))
+
+
+def parse_rows(source: str, rows: Iterable[tuple], parse: Callable) -> Iterator[tuple]:
+    """Yield (place, parse(row)) for every (place, row). Raises UserError with the source and the place where
+    parse raises ValueError.
+    """
     for place, row in rows:
-        yield place, row
-    if place is None:
-        raise UserError(f"{source}: expected at least one row, found none")
+        try:
+            parsed = parse(row)
+        except ValueError as error:
+            raise UserError(f"{source} {place}: {error}") from error
+        yield place, parsed
 
 
 def _parquet(path: str) -> Iterator[dict]:
@@ -51,8 +58,8 @@ def _parquet(path: str) -> Iterator[dict]:
         raise UserError(f"{path}: cannot be read as parquet: {first_line(error)}") from error
 
 
-def read_objects(path: str) -> Iterator[tuple[int, dict]]:
-    """Yield (line number, object) for every line that is not blank. A name ending in .gz is decompressed.
+def read_objects(path: str) -> Iterator[tuple[str, dict]]:
+    """Yield ("line NUMBER", object) for every line that is not blank. A name ending in .gz is decompressed.
 
     A byte-order mark is skipped. Uses Python's parser instead of Arrow's, which crashes the process on a line
     that is null. Raises UserError for damaged gzip data and for a line that is not UTF-8, not JSON or not an
@@ -64,7 +71,7 @@ def read_objects(path: str) -> Iterator[tuple[int, dict]]:
             for number, line in enumerate(file, 1):
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    yield number, parse_object(line, f"{path} line {number}")
+                    yield f"line {number}", parse_object(line, f"{path} line {number}")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         message = f"{path} after line {number}: expected gzip data, found a damaged file: {error}"
         raise UserError(message) from error
@@ -73,22 +80,13 @@ def read_objects(path: str) -> Iterator[tuple[int, dict]]:
 def parse_object(line: bytes, place: str) -> dict:
     """A JSON object. Raises UserError naming `place` for anything but an object in UTF-8 JSON."""
     try:
-        value = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
+        value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8: {error.reason} at byte {error.start + 1}") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{place}: expected a JSON object, found {abbreviated(value)}")
-    return value
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError(f"a column is given twice, found columns {[name for name, _ in pairs]}")
     return value
 
 
@@ -98,31 +96,30 @@ def abbreviated(value) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def column(row: dict, name: str):
-    """The value of a column in a row. Raises ValueError if it is missing or null."""
+def column(row: dict, name: str, kind: type = str):
+    """The value of a column. Raises ValueError naming it if it is missing, null or not of this kind."""
     value = row.get(name)
     if value is None:
         present = sorted(other for other, content in row.items() if content is not None)
         fault = "null" if name in row else "missing"
         raise ValueError(f"column {name!r} is {fault}; found columns {present}")
-    return value
+    return checked(value, name, kind)
 
 
-def text_column(row: dict, name: str) -> str:
-    """The text in a column. Raises ValueError naming the column if it is missing, null or not text."""
-    return checked_text(column(row, name), name)
-
-
-def checked_text(value, name: str) -> str:
-    """`value`, from column `name`. Raises ValueError unless it is text that can be encoded as UTF-8."""
-    if not isinstance(value, str):
-        raise ValueError(f"column {name!r}: expected text, found {abbreviated(value)}")
-    try:
+def checked(value, name: str, kind: type = str):
+    """`value`, from column `name`. Raises ValueError unless it is of this kind; text without lone surrogates,
+    which JSON may escape and no tokenizer takes.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"column {name!r}: expected {KINDS[kind]}, found {abbreviated(value)}")
+    if kind is str:
         value.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON may escape half of a surrogate pair; no tokenizer takes it
-        message = f"column {name!r}: expected text, found a lone surrogate at character {error.start + 1}"
-        raise ValueError(message) from error
     return value
+
+
+def nested(value, name: str) -> dict:
+    """The columns of an object inside a row, from column `name`, as NAME.COLUMN. Raises ValueError."""
+    return {f"{name}.{inner}": content for inner, content in checked(value, name, dict).items()}
 
 
 @dataclass(frozen=True, init=False)

@@ -6,11 +6,11 @@ import json
 import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from common.data.chat import load_chats, read_chats
 from common.data.documents import GENERATED, HELDOUT, NONE, PARTS, TRAIN, DataSet, is_generated, source_read
+from common.data.generate import chat_form, generated
 from common.data.rows import Sample, decoded
 from common.data.text import TooShort, load_tokens, sequence_length
 from common.models.load import load_config, load_tokenizer
@@ -37,6 +37,11 @@ class DataContext:
     def tokenizer(self):
         return load_tokenizer(self.model, self.bos)
 
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what all ranks read."""
+        return self.ranks is None or self.ranks.first
+
     @contextlib.contextmanager
     def writing_tokens(self, *others: str):
         """Context manager: no other command writes to RUN/tokens/, nor to other directories in it, in which
@@ -44,7 +49,7 @@ class DataContext:
         """
         home = os.path.join(self.run, "tokens")
         with contextlib.ExitStack() as stack:
-            if self.ranks is None or self.ranks.first:
+            if self.first:
                 stack.enter_context(locked(home, "tokenizing"))
                 for directory in (home, *others):
                     sweep(directory)
@@ -52,35 +57,39 @@ class DataContext:
                 stack.enter_context(self.ranks.waiting())
             yield
 
+    def part(self, prefix: str, settings: list, fill) -> tuple[str, str]:
+        """A directory of RUN/tokens/ that depends on settings, which the first rank has fill(directory)
+        write unless it is there, and the description that this returned.
+        """
+        key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+        path, made_by = os.path.join(self.run, "tokens", f"{prefix}{key[:16]}"), {"key": key}
+        with self.writing_tokens():
+            if self.first and find_part(path, made_by) is None:
+                with write_directory(path) as aside:
+                    description = fill(aside)
+                    write_record(aside, made_by | {"description": description})
+                print(f"wrote   {path}: {description}", flush=True)
+        return path, find_part(path, made_by).get("description")
+
     def kept(self, source: str, settings: list, read) -> tuple[list[Sample], str]:
         """read(), samples of a source and their description. Those of a data set of the hub are kept in
-        RUN/tokens/: the first rank reads them, and neither other ranks nor a training that goes on ask the
-        hub. settings: what else they depend on.
+        RUN/tokens/: neither other ranks nor a training that goes on ask the hub. settings: what else they
+        depend on.
         """
         kind = source_read(source)
         if not isinstance(kind, DataSet):
             return read()
-        key = json.dumps([source, kind.version(), fingerprint(self.model), self.bos, settings])
-        key = hashlib.sha256(key.encode()).hexdigest()
-        path, made_by = os.path.join(self.run, "tokens", f"samples-{key[:16]}"), {"key": key}
-        with self.writing_tokens():
-            if (self.ranks is None or self.ranks.first) and find_part(path, made_by) is None:
-                samples, description = read()
-                lines = (json.dumps([list(map(int, part)) for part in each.segments]) for each in samples)
-                with write_directory(path) as aside:
-                    write_text(os.path.join(aside, SAMPLES), "".join(f"{line}\n" for line in lines))
-                    write_record(aside, made_by | {"description": description})
+
+        def fill(directory: str) -> str:
+            samples, description = read()
+            lines = (json.dumps([list(map(int, part)) for part in each.segments]) for each in samples)
+            write_text(os.path.join(directory, SAMPLES), "".join(f"{line}\n" for line in lines))
+            return description
+
+        depends_on = [source, kind.version(), fingerprint(self.model), self.bos, settings]
+        path, description = self.part("samples-", depends_on, fill)
         with open(os.path.join(path, SAMPLES)) as file:
-            samples = [Sample(*json.loads(line)) for line in file]
-        return samples, find_part(path, made_by)["description"]
-
-
-def generated(source: str, context: DataContext, sequences: int, length: int, split=TRAIN,
-              chats=False) -> np.ndarray:
-    """[sequences, length] int32 from the model itself, as common/data/generate.py."""
-    from common.data import generate  # the sampler, only where text is generated
-
-    return generate.generated(source, context, sequences, length, split, chats)
+            return [Sample(*json.loads(line)) for line in file], description
 
 
 def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[str]:
@@ -92,8 +101,6 @@ def choose_chats(chat: list[str] | None, text: list[str], model: str) -> list[st
         tokenizer = load_tokenizer(model)
         if chat is None and not tokenizer.chat_template:
             return []
-        from common.data.generate import chat_form
-
         chat_form(tokenizer)  # before text is generated
     return [] if asked == [NONE] else asked
 
@@ -119,28 +126,35 @@ def read_sequences(text: str, chat: str | None, context: DataContext, sequences:
     after another; all of them if text is none. Chats begin as their template says, generated text with the
     token that it is sampled after. Raises UserError for tokens beyond the vocabulary, too.
     """
-    tokenizer, config = context.tokenizer(), load_config(context.model)
     count = 0 if chat is None else sequences if text == NONE else sequences // 2
-    parts, order = [], -1 if chat and is_generated(text) and not is_generated(chat) else 1  # files first
-    for source, rows, chats in ((text, sequences - count, False), (chat, count, True))[::order]:
-        if rows and is_generated(source):
-            ids = decoded(generated(source, context, rows, length, split, chats))
-            parts.append((torch.from_numpy(ids), f"{source}: {rows} {'chats' if chats else 'texts'}"))
-        elif rows and chats:
-            samples, description = load_chats(source, tokenizer, config.max_position_embeddings, split,
-                                              tokens=rows * length)
-            ids = [token for sample in samples for segment in sample.segments for token in segment]
-            if len(ids) < rows * length:
-                raise TooShort(f"{source}: expected {rows * length} tokens{PARTS[split]}, found {len(ids)}")
-            parts.append((torch.tensor(ids[: rows * length]).view(rows, length), description))
-        elif rows:
-            parts.append(load_tokens(source, tokenizer, rows, length, split, without))
-    tokens, descriptions = zip(*parts[::order], strict=True)
+    wanted = [(text, False, sequences - count), (chat, True, count)]
+    wanted = [each for each in wanted if each[2]]
+    found = {}
+    for each in sorted(wanted, key=lambda each: is_generated(each[0])):  # a fault in a file is found first
+        found[each] = _read_rows(context, *each, length, split, without)
+    tokens, descriptions = zip(*map(found.get, wanted), strict=True)
     tokens, description = torch.cat(tokens), "; ".join(descriptions)
-    if tokens.max() >= config.vocab_size:  # of a .npy file
-        raise UserError(f"{description}: expected token ids below {config.vocab_size}, the vocabulary, "
-                        f"found {tokens.max()}")
+    vocabulary = load_config(context.model).vocab_size
+    if tokens.max() >= vocabulary:  # of a .npy file
+        raise UserError(f"{description}: expected token ids below {vocabulary}, the vocabulary, found "
+                        f"{tokens.max()}")
     return tokens, description
+
+
+def _read_rows(context: DataContext, source: str, chats: bool, rows: int, length: int, split: str,
+               without) -> tuple[torch.Tensor, str]:
+    """[rows, length] token ids of texts or of chats of a source, and their description."""
+    if is_generated(source):
+        ids = decoded(generated(source, context, rows, length, split, chats))
+        return torch.from_numpy(ids), f"{source}: {rows} {'chats' if chats else 'texts'}"
+    if not chats:
+        return load_tokens(source, context.tokenizer(), rows, length, split, without)
+    positions, needed = load_config(context.model).max_position_embeddings, rows * length
+    samples, description = load_chats(source, context.tokenizer(), positions, split, tokens=needed)
+    ids = [token for sample in samples for segment in sample.segments for token in segment]
+    if len(ids) < needed:
+        raise TooShort(f"{source}: expected {needed} tokens{PARTS[split]}, found {len(ids)}")
+    return torch.tensor(ids[:needed]).view(rows, length), description
 
 
 def begins_with_bos(calibration: dict) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from common.data.data_sets import rows_of
-from common.data.rows import Sample, abbreviated, checked_text, column, read_rows, text_column
+from common.data.rows import Sample, abbreviated, checked, column, nested, numbered, parse_rows, read_rows
 from common.models.load import bos_prefix
 from common.run.errors import UserError
 
@@ -49,45 +49,29 @@ PUBLISHED_SIZES = {  # Table 4: task -> rows of its train and validation split
 }  # fmt: skip
 
 
-def _choice(value, name: str) -> str:
-    """`value`, from column `name`, as the text of a choice, which must not be blank."""
-    if not checked_text(value, name).strip():
-        raise ValueError(f"column {name!r}: expected the text of a choice, found {abbreviated(value)}")
-    return value
-
-
-def _choices(values, name: str) -> list[str]:
-    """A list of at least two choices."""
-    if not isinstance(values, list) or len(values) < 2:
+def _choices(values: list, name: str) -> list[str]:
+    """A list of at least two choices, from column `name`. Raises ValueError if one is blank."""
+    if len(values) < 2:
         raise ValueError(f"column {name!r}: expected two or more choices, found {abbreviated(values)}")
-    return [_choice(value, name) for value in values]
+    for value in values:
+        if not checked(value, name).strip():
+            raise ValueError(f"column {name!r}: expected the text of a choice, found {abbreviated(value)}")
+    return values
 
 
 def _label(row: dict, name: str, first: int, count: int) -> int:
     """Index of the right one of `count` choices, numbered from `first` by an integer or by digits."""
-    value = column(row, name)
+    value = column(row, name, object)
     if not str(value).isdecimal() or not 0 <= int(value) - first < count:
         raise ValueError(f"column {name!r}: expected a whole number from {first} to {first + count - 1}, "
                          f"found {abbreviated(value)}")
     return int(value) - first
 
 
-def _object(row: dict, name: str) -> dict:
-    """The columns of an object inside a row, named OBJECT.COLUMN."""
-    value = column(row, name)
-    if not isinstance(value, dict):
-        raise ValueError(f"column {name!r}: expected an object, found {abbreviated(value)}")
-    return {f"{name}.{inner}": content for inner, content in value.items()}
-
-
 def _lettered(row: dict, question: str, choices: dict) -> tuple[str, list[str], int]:
     """ARC and OpenBookQA: choices are labelled with letters, and column answerKey has the right letter."""
-    texts = _choices(column(choices, "choices.text"), "choices.text")
-    letters = column(choices, "choices.label")
-    if not isinstance(letters, list) or not len(set(map(str, letters))) == len(letters) == len(texts):
-        raise ValueError(f"column 'choices.label': expected {len(texts)} different letters, "
-                         f"found {abbreviated(letters)}")
-    answer = text_column(row, "answerKey")
+    texts = _choices(column(choices, "choices.text", list), "choices.text")
+    letters, answer = column(choices, "choices.label", list)[: len(texts)], column(row, "answerKey")
     if answer not in letters:
         raise ValueError(f"column 'answerKey': expected one of {letters}, found {abbreviated(answer)}")
     return f"Question: {question}\nChoices: {texts}\nAnswer:", texts, letters.index(answer)
@@ -95,32 +79,31 @@ def _lettered(row: dict, question: str, choices: dict) -> tuple[str, list[str], 
 
 def _arc(row):
     if not isinstance(row.get("question"), dict):
-        return _lettered(row, text_column(row, "question"), _object(row, "choices"))
-    question = _object(row, "question")  # original release: choices inside the question, one object each
-    choices = column(question, "question.choices")
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise ValueError("column 'question.choices': expected a list of objects, "
-                         f"found {abbreviated(choices)}")
-    columns = {f"choices.{name}": [choice.get(name) for choice in choices] for name in ("text", "label")}
-    return _lettered(row, text_column(question, "question.stem"), columns)
+        return _lettered(row, column(row, "question"), nested(column(row, "choices", dict), "choices"))
+    question = nested(row["question"], "question")  # original release: choices in it, one object each
+    choices = column(question, "question.choices", list)
+    columns = {f"choices.{name}": [checked(choice, "question.choices", dict).get(name) for choice in choices]
+               for name in ("text", "label")}
+    return _lettered(row, column(question, "question.stem"), columns)
 
 
 def _openbookqa(row):
-    return _lettered(row, text_column(row, "question_stem"), _object(row, "choices"))
+    choices = nested(column(row, "choices", dict), "choices")
+    return _lettered(row, column(row, "question_stem"), choices)
 
 
 def _boolq(row):
     name = "answer" if row.get("label") is None else "label"  # a table may have both, and null in one
-    value = column(row, name)
-    if not isinstance(value, int) or value not in (0, 1):  # the text "false" would count as true
+    value = column(row, name, object)
+    if value not in (0, 1):  # True and False are; the text "false" would count as true
         raise ValueError(f"column {name!r}: expected true, false, 1 or 0, found {abbreviated(value)}")
-    passage, question = text_column(row, "passage"), text_column(row, "question")
+    passage, question = column(row, "passage"), column(row, "question")
     prompt = f"{passage}\nQuestion: {question}?\nChoices: ['true', 'false']\nAnswer:"
     return prompt, ["true", "false"], 0 if value else 1
 
 
 def _hellaswag(row):
-    passage, endings = text_column(row, "ctx"), _choices(column(row, "endings"), "endings")
+    passage, endings = column(row, "ctx"), _choices(column(row, "endings", list), "endings")
     prompt = ("Please choose the most appropriate text to complete the passage below:\n"
               f"Passage: {passage}\nChoices: {endings}\nAnswer:")
     return prompt, endings, _label(row, "label", 0, len(endings))
@@ -140,8 +123,8 @@ BY_COLUMNS = {
 
 def _by_columns(task: str, row: dict) -> tuple[str, list[str], int]:
     question, columns, columns_of_choices, label, first = BY_COLUMNS[task]
-    prompt = question.format(**{name: text_column(row, name) for name in columns})
-    choices = [_choice(column(row, name), name) for name in columns_of_choices]
+    prompt = question.format(**{name: column(row, name) for name in columns})
+    choices = _choices([column(row, name) for name in columns_of_choices], ", ".join(columns_of_choices))
     quoted = ", ".join(f"'{choice}'" for choice in choices)
     return f"{prompt}Choices: [{quoted}]\nAnswer:", choices, _label(row, label, first, len(choices))
 
@@ -171,22 +154,18 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
     """All examples of one split, and the name of their source.
 
     source: "hub", or a directory with the split's task_file. split: "train" or "validation". Raises UserError
-    naming file, line and column of the first bad row.
+    naming file, line and column of the first bad row, and if there is no row.
     """
     if source == "hub":
         name, configuration = HUB[task]
-        path = f"hub:{name}"
-        rows = ((f"row {index}", row) for index, row in enumerate(rows_of(name, configuration, split=split)))
+        path, rows = f"hub:{name}", numbered(rows_of(name, configuration, split=split))
     else:
         require_split([task], split, source)
         path = task_file(task, split, source)
         rows = read_rows(path)
-    examples = []
-    for place, row in rows:
-        try:
-            examples.append(example_from_row(task, row))
-        except ValueError as error:
-            raise UserError(f"{path} {place}: not a row of {task}: {error}") from error
+    examples = [example for _, example in parse_rows(path, rows, partial(example_from_row, task))]
+    if not examples:
+        raise UserError(f"{path}: expected at least one row, found none")
     return examples, path
 
 
@@ -244,17 +223,12 @@ def choice_samples(example: Example, tokenizer) -> list[Sample]:
     return [Sample(prompt, (*_ids(choice, tokenizer), end)) for choice in example.choices]
 
 
-def check_lengths(samples: Iterable[tuple[int, Sample]], positions: int, source: str, chats=False) -> None:
-    """Raise UserError for a sample that exceeds the model's positions or, unless it is a chat, has an empty
-    answer.
+def check_lengths(samples: Iterable[tuple[int, Sample]], positions: int, source: str) -> None:
+    """Raise UserError for a sample that exceeds the model's positions, its max_position_embeddings.
 
-    samples: (row number, sample) pairs. positions: the model's max_position_embeddings. source: name of
-    the data in error messages.
+    samples: (row number, sample) pairs. source: name of the data in error messages.
     """
     for index, sample in samples:
         if len(sample) > positions:
             raise UserError(f"{source} row {index}: expected at most {positions} tokens (the model's "
                             f"max_position_embeddings), found {len(sample)}")
-        if not chats and len(sample.answer) < 2:
-            raise UserError(f"{source} row {index}: expected at least one token per choice, "
-                            "found a choice with none")

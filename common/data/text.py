@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from numpy.lib.format import write_array_header_1_0
 
-from common.data.documents import GENERATED, PARTS, TRAIN, TokenFile, in_part, parse_source
+from common.data.documents import GENERATED, PARTS, TRAIN, Source, TokenFile, in_part, parse_source
 from common.data.rows import Sample
 from common.models.load import bos_prefix
 from common.models.weights import first_line
 from common.run.errors import UserError
-from common.run.files import write_file
 from common.run.progress import Progress
 
 TOKEN = np.dtype("<i4")
@@ -57,11 +56,16 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
     does.
     """
     kind, prefix = parse_source(source), bos_prefix(tokenizer)
-    source = kind.origin(split)
     if isinstance(kind, TokenFile):
         tokens = _first_rows(source, sequences, prefix, split)[:, :length]
         return tokens, f"{source}: {len(tokens)} sequences of {tokens.shape[1]} tokens"
-    length -= len(prefix)  # tokens of text per sequence
+    rows, description = _first_documents(kind, tokenizer, sequences, length - len(prefix), split, without)
+    return torch.tensor([prefix + row for row in rows]), f"{kind.origin(split)}: {description}"
+
+
+def _first_documents(kind: Source, tokenizer, sequences: int, length: int, split: str,
+                     without) -> tuple[list[list[int]], str]:
+    """Sequences of `length` tokens of documents, whole or packed, as by load_tokens, and which of them."""
     needed = sequences * length
     whole, packed, documents, read = [], [], 0, 0
     with Progress(total=sequences, desc="tokenizing", unit="seq", leave=False) as bar:
@@ -69,23 +73,20 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
             ids = list(itertools.islice(token_ids(document, tokenizer), needed))
             documents += 1
             if len(ids) >= length:
-                whole.append(prefix + ids[:length])
+                whole.append(ids[:length])
                 bar.update()
                 if len(whole) == sequences:
-                    description = f"{source}: first {sequences} documents of at least {length} tokens"
-                    return torch.tensor(whole), description
+                    return whole, f"first {sequences} documents of at least {length} tokens"
             if len(packed) < needed:
                 packed += [*ids, tokenizer.eos_token_id]
             read += len(ids)
             if read > SEARCHED * needed:
                 break
     if len(packed) < needed:
-        raise TooShort(f"{source}: expected {sequences} x {length} = {needed} tokens{PARTS[split]}, found "
-                       f"{len(packed)}")
-    description = (f"{source}: packed ({len(whole)} of {documents} documents have {length} tokens, "
-                   f"{sequences} needed)")
-    rows = [prefix + packed[start : start + length] for start in range(0, needed, length)]
-    return torch.tensor(rows), description
+        raise TooShort(f"{kind.origin(split)}: expected {sequences} x {length} = {needed} "
+                       f"tokens{PARTS[split]}, found {len(packed)}")
+    rows = [packed[start : start + length] for start in range(0, needed, length)]
+    return rows, f"packed ({len(whole)} of {documents} documents have {length} tokens, {sequences} needed)"
 
 
 def read_token_rows(path: str) -> np.ndarray:
@@ -153,7 +154,7 @@ def write_text_tokens(sources: list[str | np.ndarray], tokenizer, length: int, t
     for text that cannot be read.
     """
     names, lines, written = [each if isinstance(each, str) else GENERATED for each in sources], [], 0
-    with write_file(path) as file:
+    with open(path, "wb") as file:
         _write_header(file, 0)
         for name, source in zip(names, sources, strict=True):
             count = _append_tokens(file, source, tokenizer, tokens)

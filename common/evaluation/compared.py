@@ -111,7 +111,7 @@ def read_chats(path: str, tokenizer, config, settings: Settings) -> tuple[list[S
     if not has_tokens(settings.chat):
         return load_chats(settings.chat, tokenizer, positions, EVALUATION, settings.sequences)
     chats, description = load_tokenized(settings.chat, config.vocab_size, settings.sequences)
-    tasks.check_lengths(enumerate(chats, 1), positions, f"{path}: {settings.chat}", chats=True)
+    tasks.check_lengths(enumerate(chats, 1), positions, f"{path}: {settings.chat}")
     return chats, description
 
 

@@ -24,7 +24,6 @@ from common.data.tasks import TASKS, load_task
 from common.data.text import packed_rows
 from common.models.weights import open_checkpoint
 from common.run.artifact import read_record
-from common.run.errors import UserError
 from common.training.checkpoints import saved_checkpoints
 from common.training.conversion import TrainingRun
 from common.training.heldout import heldout_texts, load_heldout
@@ -208,13 +207,6 @@ def test_two_ranks_train_on_a_data_set_of_the_hub_like_one(chats, data_set, tmp_
     for name, commit in (("train", "a" * 40), ("train-later", "b" * 40)):
         settings = json.loads((one / name / "settings.json").read_text())
         assert settings["hub_commits"] == {HUB_TEXT: commit, HUB_CHATS: commit}
-
-
-def test_a_sample_without_a_prompt_is_named_by_its_row(inputs, tmp_path, group_of_one, monkeypatch):
-    samples = iter([Sample((1,), (2, 3)), Sample((), (2, 3))] + 10 * [Sample((1,), (2, 3))])
-    monkeypatch.setattr("common.data.pool.tokenize", lambda example, tokenizer: next(samples))
-    with pytest.raises(UserError, match="piqa.train.jsonl row 2: expected a prompt, found none"):
-        pool_of(tmp_path, inputs["model"], group_of_one, tasks=inputs["tasks"], only=["piqa"])
 
 
 @pytest.mark.slow

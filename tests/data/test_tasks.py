@@ -95,32 +95,13 @@ def test_tokens_are_prompt_then_answer_then_end():
         assert choice_samples(example, tokenizer) == [Sample(begun, (*ids, END)) for ids in choices]
 
 
-def test_a_choice_without_tokens_is_one_line():
-    samples = [Sample((5, 6), (7, END)), Sample((5, 6), (END,))]
-    with pytest.raises(UserError, match="row 1: expected at least one token per choice"):
-        tasks.check_lengths(enumerate(samples), 4, "tasks/piqa.train.jsonl")
-
-
-def on_the_hub(task: str, row: dict) -> dict:
-    """A row of an original release in the columns and types of the hub."""
-    if task == "boolq":
-        return {"question": row["question"], "passage": row["passage"], "answer": row["label"]}
-    if task.startswith("arc"):
-        question, objects = row["question"]["stem"], row["question"]["choices"]
-        choices = {key: [choice[key] for choice in objects] for key in ("text", "label")}
-        return {"id": "1", "question": question, "choices": choices, "answerKey": row["answerKey"]}
-    return row | {"source_id": "1"}
-
-
-def test_hub_files_give_the_examples_of_the_original_release(monkeypatch):
-    rows, task_of = task_rows(6, 0), {place: task for task, place in tasks.HUB.items()}
-    assert len(task_of) == len(TASKS)
-    monkeypatch.setattr(tasks, "rows_of", lambda name, configuration, split: [
-        on_the_hub(task_of[name, configuration], row) for row in rows[task_of[name, configuration]]])
-    for task in TASKS:
-        examples, path = load_task(task, "validation", "hub")
-        assert examples == [example_from_row(task, row) for row in rows[task]]
-        assert path == f"hub:{tasks.HUB[task][0]}"
+def test_a_task_of_the_hub_is_read_by_its_name_there(monkeypatch):
+    rows, asked = task_rows(3, 0)["winogrande"], []
+    monkeypatch.setattr(tasks, "rows_of", lambda *names, split: asked.append((*names, split)) or rows)
+    examples, path = load_task("winogrande", "validation", "hub")
+    assert examples == [example_from_row("winogrande", row) for row in rows]
+    assert asked == [("allenai/winogrande", "winogrande_xl", "validation")]
+    assert path == "hub:allenai/winogrande"
 
 
 def test_a_set_of_the_hub_of_another_size_than_published_is_noted():
@@ -134,18 +115,7 @@ def test_a_set_of_the_hub_of_another_size_than_published_is_noted():
             assert tasks.size_note(task, split, "tasks/boolq.train.jsonl", 7) == ""
 
 
-def save_rows(path, rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 PIQA = {"goal": "g", "sol1": "a", "sol2": "b", "label": 1}
-
-
-def test_bad_files_name_file_and_line(tmp_path):
-    path = tmp_path / "piqa.train.jsonl"
-    path.write_text(json.dumps(PIQA) + "\n{not json}\n")
-    with pytest.raises(UserError, match=f"^{path} line 2: not JSON: .* at column 2"):
-        load_task("piqa", "train", str(tmp_path))
 
 
 ARC = {"question": SHIRT, "answerKey": "D"}
@@ -156,6 +126,7 @@ SIQA = {"context": "c", "question": "q", "answerA": "x", "answerB": "y", "answer
 @pytest.mark.parametrize(("task", "row", "message"), [
     ("boolq", BOOLQ | {"label": "false"}, "'label': expected true, false, 1 or 0, found \"false\""),
     ("boolq", CORONER, "'answer' is missing"),
+    ("piqa", PIQA | {"sol1": " "}, "expected the text of a choice, found \" \""),
     ("piqa", PIQA | {"sol1": "b"}, "expected choices that differ, found [\"b\", \"b\"]"),
     ("hellaswag", ATHLETE | {"endings": ["bends"]}, "'endings': expected two or more choices"),
     ("siqa", SIQA | {"label": "4"}, "'label': expected a whole number from 1 to 3, found \"4\""),
@@ -163,14 +134,8 @@ SIQA = {"context": "c", "question": "q", "answerA": "x", "answerB": "y", "answer
 ])
 def test_bad_rows_name_file_line_and_column(tmp_path, task, row, message):
     path = tmp_path / f"{task}.validation.jsonl"
-    save_rows(path, [task_rows(1, 0)[task][0], row])
+    path.write_text("".join(json.dumps(each) + "\n" for each in (task_rows(1, 0)[task][0], row)))
     with pytest.raises(UserError) as error:
         load_task(task, "validation", str(tmp_path))
     line = str(error.value)
-    assert line.startswith(f"{path} line 2: not a row of {task}: ") and message in line and "\n" not in line
-
-
-def test_selected_questions():
-    assert tasks.select_questions(5, None, None) == tasks.select_questions(5, 9, 3) == [0, 1, 2, 3, 4]
-    drawn = [tasks.select_questions(100, 10, seed) for seed in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2] and drawn[0] == sorted(set(drawn[0])) and len(drawn[0]) == 10
+    assert line.startswith(f"{path} line 2: ") and message in line and "\n" not in line
