@@ -2,10 +2,9 @@
 
 Reads   a checkpoint of a model that can be converted (docs/FAMILIES.md), which it proves first, and text;
         or a GGUF file, dequantized once into RUN/source/, which later stages read
-Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices of all heads, raw and
-        unit-norm, keys before RoPE; mean keys and the Grams of queries and W_O for closed-form merging, of
-        Qwen3 behind their norms, too; and the raw head vectors of --sample-tokens tokens, to recompute
-        Eq. 2-22 directly; and the tokens
+Writes  RUN/calibration/: the tokens; and a safetensors file per layer with the Gram matrices of all heads,
+        raw and unit-norm, keys before RoPE, with mean keys and the Grams of queries and W_O for closed-form
+        merging, and with the raw head vectors of --sample-tokens tokens, to recompute Eq. 2-22 directly
 
     python 01_calibrate.py                                              # the demo model, in common/data/
     python 01_calibrate.py --run runs/llama2-7b --model meta-llama/Llama-2-7b-hf --text c4
@@ -14,11 +13,9 @@ Writes  RUN/calibration/: one safetensors file per layer with the Gram matrices 
     python 01_calibrate.py --run runs/llama2-7b --model DIR --layerwise           # 7B in 3 GiB of memory
 
 By default it reads 128 sequences of 2048 tokens from C4 (the first, as in the authors' code; the paper:
-random ones), shorter if the model has fewer positions, each with the begin-of-sequence token if the tokenizer
-adds it to text (--bos, --no-bos). The KV cache is never stored: a 7B model's statistics take 7 GiB,
-its 16-bit cache would take 128. The text passes through the model layer by layer; with --layerwise only the
-current layer is in memory, and the hidden states are kept in a temporary file in RUN (sequences x length x
-hidden x 4 bytes). Both modes write the same bytes.
+random ones). The KV cache is never stored: a 7B model's statistics take 7 GiB, its 16-bit cache would take
+128. With --layerwise only the current layer is in memory, and the hidden states are kept in a temporary file
+in RUN (sequences x length x hidden x 4 bytes); it writes the same bytes.
 """
 
 import argparse
@@ -29,31 +26,12 @@ import torch
 
 from common.data import demo
 from common.data.data_sets import DATA_SET
-from common.data.demo import resolve_model
 from common.data.documents import EXPECTED, digests_of
 from common.data.sources import DataContext, choose_chats, read_sequences
 from common.data.text import sequence_length
-from common.models import families, gguf, proof, weights
-from common.models.calibration import (
-    BATCH,
-    LENGTH,
-    SAMPLED,
-    SEQUENCES,
-    collect,
-    write_layer,
-    write_tokens,
-)
+from common.models import families, gguf, load, proof, weights
+from common.models.calibration import BATCH, LENGTH, SAMPLED, SEQUENCES, collect, write_layer, write_tokens
 from common.models.layers import Layers
-from common.models.load import (
-    bos_prefix,
-    config_file,
-    describe,
-    fingerprint,
-    load_config,
-    load_tokenizer,
-    local_model,
-    pick_device,
-)
 from common.run.artifact import begin_stage, write_directory, write_record
 from common.run.errors import run_stage
 from common.run.files import stamp
@@ -96,11 +74,11 @@ def find_model(args) -> tuple[str, object, str]:
     path = args.model
     if path.endswith(".gguf"):
         path = gguf.dequantize(path, os.path.join(args.run, "source"), args.force)
-    elif path == demo.DEMO or os.path.exists(path):
-        path = resolve_model(path)
-    config = load_config(path if os.path.isdir(path) else config_file(path))
+    elif path == demo.DEMO:
+        path = demo.resolve_model(path)
+    config = load.load_config(path if os.path.isdir(path) else load.config_file(path))
     proven = proof.require_convertible(path, config)
-    return local_model(path), config, proven  # a hub repository's weights arrive once its config has passed
+    return load.local_model(path), config, proven  # a hub repository's weights, once its config has passed
 
 
 def read_text(args, path: str, length: int) -> tuple[torch.Tensor, str]:
@@ -108,7 +86,8 @@ def read_text(args, path: str, length: int) -> tuple[torch.Tensor, str]:
     if args.text is None:
         _, args.text = demo.default_sources(args.model == demo.DEMO)
     args.chat = next(iter(choose_chats([args.chat] if args.chat else None, [args.text], path)), None)
-    context = DataContext(path, args.run, pick_device(args.device), layerwise=args.layerwise, bos=args.bos)
+    device = load.pick_device(args.device)
+    context = DataContext(path, args.run, device, layerwise=args.layerwise, bos=args.bos)
     tokens, text = read_sequences(args.text, args.chat, context, args.sequences, length)
     print(f"reads   {text}; {tokens.numel()} tokens{', begin-of-sequence tokens included' * args.bos}")
     return tokens, text
@@ -122,18 +101,18 @@ def main():
     output = os.path.join(args.run, "calibration")
     inputs = digests_of([args.model, args.text, args.chat], args.run, "" if args.force else output)
     if os.path.isdir(args.model):
-        inputs["model"] = fingerprint(args.model)
+        inputs["model"] = load.fingerprint(args.model)
     started = begin_stage("01_calibrate.py", args, output, inputs=inputs)
 
     path, config, proven = find_model(args)
-    args.bos = bool(bos_prefix(load_tokenizer(path, args.bos)))  # recorded for stage 4
+    args.bos = bool(load.bos_prefix(load.load_tokenizer(path, args.bos)))  # recorded for stage 4
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
-    model, shape = describe(os.path.abspath(path), args.model), families.geometry(config)
+    model, shape = load.describe(os.path.abspath(path), args.model), families.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
           f"{shape.kv_heads} key/value heads")
     print(f"proven  {proven}: attention stays when heads are rotated, and equal heads merge exactly")
     tokens, text = read_text(args, path, length)
-    layers = Layers(path, getattr(torch, args.dtype), pick_device(args.device), layerwise=args.layerwise)
+    layers = Layers(path, getattr(torch, args.dtype), load.pick_device(args.device), layerwise=args.layerwise)
 
     with write_directory(output) as aside:
         write_tokens(aside, tokens)

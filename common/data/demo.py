@@ -16,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from common.models.load import local_model
-from common.run.artifact import sweep, write_directory
+from common.run.artifact import write_directory
 from common.run.files import read_json
 
 DEMO = "demo"
@@ -46,13 +46,9 @@ def demo_home() -> str:
     """The directory of the demo's model, text and tasks, written on first use."""
     if os.path.isdir(DEMO_HOME):
         return DEMO_HOME
-    with FileLock(f"{DEMO_HOME}.lock") as lock:  # a second process waits for the first to write it
-        try:
-            sweep(*os.path.split(DEMO_HOME))
-            if not os.path.isdir(DEMO_HOME):
-                build_demo(DEMO_HOME)
-        finally:
-            os.remove(lock.lock_file)
+    with FileLock(f"{DEMO_HOME}.lock"):  # a second process waits for the first to write it
+        if not os.path.isdir(DEMO_HOME):
+            build_demo(DEMO_HOME)
     return DEMO_HOME
 
 

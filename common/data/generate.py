@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.data import text
 from common.data.chat import apply_template, fixed_template, render
 from common.data.decoding import SPAN, Decoder
 from common.data.documents import EVALUATION, GENERATED, HELDOUT, PARTS, TRAIN, parse_source
+from common.data.text import TOKEN, TOKENS, TooShort, read_token_rows, token_ids
 from common.models.families import geometry
 from common.models.load import end_tokens, fingerprint, load_config, load_model, load_tokenizer
 from common.models.weights import open_checkpoint, shape_of
@@ -125,7 +125,7 @@ class Rows:
 
     def numpy(self) -> np.ndarray:
         """[n, length] int32; tokens of answers as ~token."""
-        return torch.where(self.of_answers, ~self.tokens, self.tokens).cpu().numpy().astype(text.TOKEN)
+        return torch.where(self.of_answers, ~self.tokens, self.tokens).cpu().numpy().astype(TOKEN)
 
 
 def chat_form(tokenizer) -> tuple[list[int], list[tuple]]:
@@ -209,8 +209,8 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     paths = {piece: os.path.join(directory, f"{piece.start}-{piece.stop}") for piece in pieces}
     rank, world = (context.ranks.rank, context.ranks.world) if context.ranks else (0, 1)
     with context.writing_tokens(directory):
-        missing = {piece: path for piece, path in [*paths.items()][rank::world]
-                   if find_part(path, record) is None}
+        own = itertools.islice(paths.items(), rank, None, world)
+        missing = {piece: path for piece, path in own if find_part(path, record) is None}
         if missing and context.layerwise:
             raise UserError(f"{source}: expected no --layerwise, as the model must be in memory to generate")
         if missing:
@@ -218,15 +218,15 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     if rank == 0:
         verb = "wrote" if missing else "reads"
         print(f"{verb}   {directory}: {source}, {sequences} x {length} tokens", flush=True)
-    return np.concatenate([text.read_token_rows(os.path.join(path, text.TOKENS)) for path in paths.values()])
+    return np.concatenate([read_token_rows(os.path.join(path, TOKENS)) for path in paths.values()])
 
 
 def recorded_script(context, tokenizer, file: str, length: int, split: str, chats: bool):
     """What decides about generated tokens, for their record, and the Script of their rows."""
     config, end, device = load_config(context.model), tokenizer.eos_token_id, torch.device(context.device)
-    settings = read_json(os.path.join(context.model, "generation_config.json"))
-    listed = settings.get("eos_token_id") if isinstance(settings, dict) else None
-    others = [token for token in end_tokens(tokenizer, config.eos_token_id, listed) if token != end]
+    settings = read_json(os.path.join(context.model, "generation_config.json")) or {}
+    listed = end_tokens(tokenizer, config.eos_token_id, settings.get("eos_token_id"))
+    others = [token for token in listed if token != end]
     form = chat_form(tokenizer) if chats else None
     record = {"source": fingerprint(context.model), "chats": form, "continued": file,
               "sha256": parse_source(file).version(), "seed": SEEDS[split], "temperature": 1,
@@ -255,7 +255,7 @@ def write_pieces(context, record: dict, key: str, script: Script, begins: list[l
             generator = torch.Generator(model.device).manual_seed(draws.getrandbits(63))
             tokens = sample(decoder, rows, generator, bar)
             with write_directory(path) as aside:
-                np.save(os.path.join(aside, text.TOKENS), tokens)
+                np.save(os.path.join(aside, TOKENS), tokens)
                 write_record(aside, record)
     model = decoder = None
     if device.type == "cuda":  # modules are in reference cycles
@@ -268,10 +268,10 @@ def beginnings(source: str, tokenizer, split: str, count: int) -> list[list[int]
 
     Of a .txt file each line is a document. Raises TooShort if there is none.
     """
-    documents = (text.token_ids([document], tokenizer) for document in parse_source(source).texts(split))
+    documents = (token_ids([document], tokenizer) for document in parse_source(source).texts(split))
     tokenized = (list(itertools.islice(ids, LONGEST)) for ids in documents)
     chosen = list(itertools.islice((ids for ids in tokenized if len(ids) == LONGEST), count))
     if not chosen:
-        raise text.TooShort(f"text {GENERATED}:{source}: expected a document of {LONGEST} "
-                            f"tokens{PARTS[split]}, found none")
+        raise TooShort(f"text {GENERATED}:{source}: expected a document of {LONGEST} tokens{PARTS[split]}, "
+                       "found none")
     return chosen
