@@ -13,7 +13,7 @@ from common.data.documents import EVALUATION, HELDOUT, TRAIN, digests_of, parse_
 from common.data.rows import Sample
 from common.data.sources import DataContext, check_sources, hub_commits
 from common.run.errors import UserError
-from hub import LOGIN, RESTRICTED, save_data_set, serving
+from hub import save_data_set, serving
 from models import chatml_tokenizer
 from runs import expect_error, messages, run, save_chats, save_lines
 
@@ -148,18 +148,8 @@ UNREADABLE = "cannot read the data set {} from the hub ("
     ("hf:acme/none", UNREADABLE.format("acme/none") + "404 Client Error. Repository Not Found for url: "),
     ("hf:acme/data", UNREADABLE.format("acme/data") + "Config name is missing. Please pick one among the "
      "available configs: ['text', 'chats']"),
-    ("hf:acme/data:chats", "hf:acme/data:chats row 0: column 'text' is missing; found columns ['messages']"),
 ])
 def test_a_data_set_that_is_no_text_is_refused_in_one_line(data_set, text, message):
     with pytest.raises(UserError) as refused:
         check_sources(["generated", text], ["none"])
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
-
-
-@pytest.mark.slow
-def test_a_data_set_that_cannot_be_read_is_refused_by_a_stage_before_it_writes(data_set, inputs, tmp_path):
-    home = tmp_path / "run"
-    data_set.refusal, data_set.refuses_all = (403, "GatedRepo", RESTRICTED), False
-    expect_error(LOGIN, "01_calibrate.py", "--run", home, "--model", inputs["model"], "--text",
-                 "hf:acme/data:text")
-    assert not home.exists() or not any(home.iterdir())

@@ -32,7 +32,7 @@ from models import (
     llama2_tokenizer,
     tiny_model,
 )
-from runs import GROUPING, copy_run, expect_error, messages, run, save_chats
+from runs import GROUPING, copy_run, messages, run, save_chats
 
 
 def logits_of(model, rows: np.ndarray) -> torch.Tensor:
@@ -347,10 +347,8 @@ def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path
     done = run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")
     heldout = set((home / "tokens").iterdir()) - calibration
     assert len(calibration) == len(heldout) == 2, done.stdout  # the refit reads the calibration's
-    assert "no calibration text" not in run("audit/__main__.py", "--run", home).stdout
     flags = ["--tasks", "none", *text, "--heldout-text", "generated", "--text-length", 128, "--masks", "off",
              "--steps", 2, "--batch", 2, "--warmup", 1]
-    expect_error("generated: expected --text-tokens N", "05_prune_train.py", "--run", home, *flags)
     other = copy_run(home, tmp_path / "other")
     flags += ["--text-tokens", 8900]  # 70 rows in two pieces
     summaries = []
