@@ -61,21 +61,14 @@ def rows_of(name: str, config: str | None = None, **options) -> Iterator[dict]:
     datasets.disable_progress_bars()
 
     def load() -> Iterator[dict]:
-        with _away_from(name):
+        with contextlib.ExitStack() as stack:
+            if os.path.exists(name):  # a folder of this name here is not the data set of the hub
+                stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
             rows = datasets.load_dataset(name, config, **options)
         present = [column for column in COLUMNS if column in (rows.features or ())]
         return iter(rows.select_columns(present) if present else rows)
 
     yield from _patiently(name, load)
-
-
-@contextlib.contextmanager
-def _away_from(name: str):
-    """Context manager: a folder of a data set's name where the command runs is not taken for it."""
-    with contextlib.ExitStack() as stack:
-        if os.path.exists(name):
-            stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
-        yield
 
 
 def _patiently(name: str, read) -> Iterator:
@@ -100,9 +93,8 @@ def _patiently(name: str, read) -> Iterator:
 def _is_busy(error: BaseException | None) -> bool:
     """Whether an error, or one that it follows from, is the answer of a hub that may serve soon."""
     while error is not None:
-        if getattr(getattr(error, "response", None), "status_code", None) in BUSY:
-            return True
-        if getattr(error, "status", None) in BUSY:  # of aiohttp
+        aiohttps = getattr(error, "status", None)
+        if getattr(getattr(error, "response", None), "status_code", aiohttps) in BUSY:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,10 +1,9 @@
 """Sources of text and chats, a class a kind: `parse_source` makes one of what a flag names.
 
-Every source has two parts, told apart where it is read. Calibration, refit and training read TRAIN, so that
-they cannot see HELDOUT: other files of c4 and demo; of generated text what another seed gives; of all else
-the documents, chats, blocks of a .txt file or rows of a .npy file whose sha256 is below a tenth of its range,
-which puts copies on the same side. EVALUATION is for what a user names to evaluate on: the entire file; of
-c4, demo and data sets of the hub HELDOUT.
+Calibration, refit and training read a source's part TRAIN, so that they cannot see HELDOUT: other files of c4
+and demo; of generated text what another seed gives; of all else the documents, chats, blocks of a .txt file
+or rows of a .npy file whose sha256 is below a tenth of its range, which puts copies on the same side.
+EVALUATION is what a user names to evaluate on: the entire file; of c4, demo and the hub's data sets HELDOUT.
 
 A .txt file is one document, read in blocks that end where the content of a line says so: what is repeated
 elsewhere, or in another file, is cut into the same blocks. So memory is constant, too.
@@ -212,8 +211,6 @@ def digests_of(sources, run: str, output: str = "") -> dict[str, str]:
     """
     remember_inputs(run)
     record = read_json(os.path.join(output, RECORD)) if output else None
-    for name, version in record.get("inputs", {}).items() if isinstance(record, dict) else ():
-        if isinstance(parse_source(name), DataSet):
-            COMMITS.setdefault(name, version)
+    COMMITS.update((record or {}).get("inputs", {}) | COMMITS)  # of what is no data set, nobody asks for one
     kinds = [source_read(source) for source in sources if source]
     return {kind.name: version for kind in kinds if (version := kind.version())}

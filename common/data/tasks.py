@@ -49,16 +49,6 @@ PUBLISHED_SIZES = {  # Table 4: task -> rows of its train and validation split
 }  # fmt: skip
 
 
-def _choices(values: list, name: str) -> list[str]:
-    """A list of at least two choices, from column `name`. Raises ValueError if one is blank."""
-    if len(values) < 2:
-        raise ValueError(f"column {name!r}: expected two or more choices, found {abbreviated(values)}")
-    for value in values:
-        if not checked(value, name).strip():
-            raise ValueError(f"column {name!r}: expected the text of a choice, found {abbreviated(value)}")
-    return values
-
-
 def _label(row: dict, name: str, first: int, count: int) -> int:
     """Index of the right one of `count` choices, numbered from `first` by an integer or by digits."""
     value = column(row, name, object)
@@ -70,20 +60,20 @@ def _label(row: dict, name: str, first: int, count: int) -> int:
 
 def _lettered(row: dict, question: str, choices: dict) -> tuple[str, list[str], int]:
     """ARC and OpenBookQA: choices are labelled with letters, and column answerKey has the right letter."""
-    texts = _choices(column(choices, "choices.text", list), "choices.text")
+    texts = column(choices, "choices.text", list)
     letters, answer = column(choices, "choices.label", list)[: len(texts)], column(row, "answerKey")
     if answer not in letters:
         raise ValueError(f"column 'answerKey': expected one of {letters}, found {abbreviated(answer)}")
-    return f"Question: {question}\nChoices: {texts}\nAnswer:", texts, letters.index(answer)
+    return f"Question: {question}\n", texts, letters.index(answer)
 
 
 def _arc(row):
     if not isinstance(row.get("question"), dict):
         return _lettered(row, column(row, "question"), nested(column(row, "choices", dict), "choices"))
     question = nested(row["question"], "question")  # original release: choices in it, one object each
-    choices = column(question, "question.choices", list)
-    columns = {f"choices.{name}": [checked(choice, "question.choices", dict).get(name) for choice in choices]
-               for name in ("text", "label")}
+    choices = [checked(choice, "question.choices", dict)
+               for choice in column(question, "question.choices", list)]
+    columns = {f"choices.{name}": [choice.get(name) for choice in choices] for name in ("text", "label")}
     return _lettered(row, column(question, "question.stem"), columns)
 
 
@@ -97,19 +87,18 @@ def _boolq(row):
     value = column(row, name, object)
     if value not in (0, 1):  # True and False are; the text "false" would count as true
         raise ValueError(f"column {name!r}: expected true, false, 1 or 0, found {abbreviated(value)}")
-    passage, question = column(row, "passage"), column(row, "question")
-    prompt = f"{passage}\nQuestion: {question}?\nChoices: ['true', 'false']\nAnswer:"
-    return prompt, ["true", "false"], 0 if value else 1
+    question = f"{column(row, 'passage')}\nQuestion: {column(row, 'question')}?\n"
+    return question, ["true", "false"], 0 if value else 1
 
 
 def _hellaswag(row):
-    passage, endings = column(row, "ctx"), _choices(column(row, "endings", list), "endings")
-    prompt = ("Please choose the most appropriate text to complete the passage below:\n"
-              f"Passage: {passage}\nChoices: {endings}\nAnswer:")
-    return prompt, endings, _label(row, "label", 0, len(endings))
+    endings = column(row, "endings", list)
+    question = ("Please choose the most appropriate text to complete the passage below:\n"
+                f"Passage: {column(row, 'ctx')}\n")
+    return question, endings, _label(row, "label", 0, len(endings))
 
 
-# task whose choices have columns of their own -> its prompt, the columns in it, those of the choices, and
+# task whose choices have columns of their own -> its question, the columns in it, those of the choices, and
 # the one of the label with the label of the first choice
 BY_COLUMNS = {
     "piqa": ("Goal: {goal}\nChoose the most sensible solution to achieve the goal. ",
@@ -123,10 +112,9 @@ BY_COLUMNS = {
 
 def _by_columns(task: str, row: dict) -> tuple[str, list[str], int]:
     question, columns, columns_of_choices, label, first = BY_COLUMNS[task]
-    prompt = question.format(**{name: column(row, name) for name in columns})
-    choices = _choices([column(row, name) for name in columns_of_choices], ", ".join(columns_of_choices))
-    quoted = ", ".join(f"'{choice}'" for choice in choices)
-    return f"{prompt}Choices: [{quoted}]\nAnswer:", choices, _label(row, label, first, len(choices))
+    choices = [column(row, name) for name in columns_of_choices]
+    question = question.format(**{name: column(row, name) for name in columns})
+    return question, choices, _label(row, label, first, len(choices))
 
 
 READERS = {"boolq": _boolq, "hellaswag": _hellaswag, "arc_challenge": _arc, "arc_easy": _arc,
@@ -134,14 +122,18 @@ READERS = {"boolq": _boolq, "hellaswag": _hellaswag, "arc_challenge": _arc, "arc
 
 
 def example_from_row(task: str, row: dict) -> Example:
-    """The prompt and choices of one row. Raises ValueError naming the column and what was expected.
+    """The prompt and choices of one row. Raises ValueError naming what was expected.
 
     Duplicate choices are accepted unless all are equal: SIQA and OpenBookQA have such rows.
     """
-    prompt, choices, label = READERS[task](row)
-    if len(set(choices)) == 1:
+    question, choices, label = READERS[task](row)
+    if not all(checked(choice, "choices").strip() for choice in choices):
+        raise ValueError(f"expected choices that are not blank, found {abbreviated(choices)}")
+    if len(set(choices)) < 2:
         raise ValueError(f"expected choices that differ, found {abbreviated(choices)}")
-    return Example(task, prompt, tuple(choices), label)
+    quoted = ", ".join(f"'{choice}'" for choice in choices)
+    shown = f"[{quoted}]" if task in BY_COLUMNS else choices
+    return Example(task, f"{question}Choices: {shown}\nAnswer:", tuple(choices), label)
 
 
 def task_file(task: str, split: str, source: str) -> str | None:

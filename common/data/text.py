@@ -130,8 +130,6 @@ class TextSamples(Sequence):
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         return Sample(self.prefix + self.tokens[index].tolist())
 
     @functools.cached_property

@@ -126,9 +126,9 @@ SIQA = {"context": "c", "question": "q", "answerA": "x", "answerB": "y", "answer
 @pytest.mark.parametrize(("task", "row", "message"), [
     ("boolq", BOOLQ | {"label": "false"}, "'label': expected true, false, 1 or 0, found \"false\""),
     ("boolq", CORONER, "'answer' is missing"),
-    ("piqa", PIQA | {"sol1": " "}, "expected the text of a choice, found \" \""),
+    ("piqa", PIQA | {"sol1": " "}, "expected choices that are not blank, found [\" \", \"b\"]"),
     ("piqa", PIQA | {"sol1": "b"}, "expected choices that differ, found [\"b\", \"b\"]"),
-    ("hellaswag", ATHLETE | {"endings": ["bends"]}, "'endings': expected two or more choices"),
+    ("hellaswag", ATHLETE | {"endings": ["bends"], "label": 0}, "expected choices that differ"),
     ("siqa", SIQA | {"label": "4"}, "'label': expected a whole number from 1 to 3, found \"4\""),
     ("arc_easy", ARC | {"answerKey": "E"}, "'answerKey': expected one of ['A', 'B', 'C', 'D'], found \"E\""),
 ])
