@@ -50,7 +50,7 @@ class Pool(Sequence):
         return self.answered[index] if beyond < 0 else self.texts[beyond]
 
     def description(self) -> dict:
-        """The training data as recorded in the settings: number of samples and their digest."""
+        """The training data as recorded in the settings: numbers of samples and their digest."""
         digest = samples_digest(self.answered)
         if self.texts:
             digest = hashlib.sha256(f"{digest} {self.texts.digest}".encode()).hexdigest()
@@ -78,9 +78,8 @@ def load_pool(sources: Sources, context: DataContext) -> Pool:
 
 
 def load_tasks(sources: Sources, tokenizer, positions: int, ranks) -> list[Sample]:
-    """The training sets of the tasks, concatenated.
-
-    Raises UserError for missing files, and for a sample of more than `positions` tokens.
+    """The training sets of the tasks. Raises UserError for one without a file, and for a sample of more than
+    `positions` tokens.
     """
     require_split(sources.only, "train", sources.tasks)
     samples = []
@@ -130,9 +129,7 @@ def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples
 
 
 def generate(source: str, sources: Sources, context: DataContext, begin=0, chats=False) -> np.ndarray:
-    """Text or chats by the model: `text_tokens` in rows of `text_length`, of which the first `begin` are
-    neither counted nor returned.
-    """
+    """Text or chats by the model: generated_rows without the first `begin` tokens of each."""
     rows = generated_rows(sources, begin)
     tokens = generated(source, context, rows, sources.text_length, chats=chats)
     return np.ascontiguousarray(tokens[:, begin:])

@@ -127,12 +127,14 @@ def read_sequences(text: str, chat: str | None, context: DataContext, sequences:
     token that it is sampled after. Raises UserError for tokens beyond the vocabulary, too.
     """
     count = 0 if chat is None else sequences if text == NONE else sequences // 2
-    wanted = [(text, False, sequences - count), (chat, True, count)]
-    wanted = [each for each in wanted if each[2]]
-    found = {}
-    for each in sorted(wanted, key=lambda each: is_generated(each[0])):  # a fault in a file is found first
-        found[each] = _read_rows(context, *each, length, split, without)
-    tokens, descriptions = zip(*map(found.get, wanted), strict=True)
+    if count and is_generated(text):
+        check_sources([], [chat])  # before minutes of generating
+    parts = []
+    if count < sequences:
+        parts.append(_read_texts(text, context, sequences - count, length, split, without))
+    if count:
+        parts.append(_read_chats(chat, context, count, length, split))
+    tokens, descriptions = zip(*parts, strict=True)
     tokens, description = torch.cat(tokens), "; ".join(descriptions)
     vocabulary = load_config(context.model).vocab_size
     if tokens.max() >= vocabulary:  # of a .npy file
@@ -141,14 +143,21 @@ def read_sequences(text: str, chat: str | None, context: DataContext, sequences:
     return tokens, description
 
 
-def _read_rows(context: DataContext, source: str, chats: bool, rows: int, length: int, split: str,
-               without) -> tuple[torch.Tensor, str]:
-    """[rows, length] token ids of texts or of chats of a source, and their description."""
-    if is_generated(source):
-        ids = decoded(generated(source, context, rows, length, split, chats))
-        return torch.from_numpy(ids), f"{source}: {rows} {'chats' if chats else 'texts'}"
-    if not chats:
+def _read_texts(source: str, context: DataContext, rows: int, length: int, split: str,
+                without) -> tuple[torch.Tensor, str]:
+    """[rows, length] token ids of texts, and their description."""
+    if not is_generated(source):
         return load_tokens(source, context.tokenizer(), rows, length, split, without)
+    ids = decoded(generated(source, context, rows, length, split))
+    return torch.from_numpy(ids), f"{source}: {rows} texts"
+
+
+def _read_chats(source: str, context: DataContext, rows: int, length: int,
+                split: str) -> tuple[torch.Tensor, str]:
+    """[rows, length] token ids of chats, one after another, and their description."""
+    if is_generated(source):
+        ids = decoded(generated(source, context, rows, length, split, chats=True))
+        return torch.from_numpy(ids), f"{source}: {rows} chats"
     positions, needed = load_config(context.model).max_position_embeddings, rows * length
     samples, description = load_chats(source, context.tokenizer(), positions, split, tokens=needed)
     ids = [token for sample in samples for segment in sample.segments for token in segment]

@@ -162,9 +162,8 @@ def load_task(task: str, split: str, source: str) -> tuple[list[Example], str]:
 
 
 def size_note(task: str, split: str, path: str, count: int) -> str:
-    """What to add to the line about a set of the hub whose size is not that of Table 4; otherwise "".
-
-    path: as load_task returns it.
+    """What to add to the line about a set of the hub, by its path from load_task, whose size is not that of
+    Table 4; otherwise "".
     """
     published = PUBLISHED_SIZES[task][split == "validation"]
     differs = path.startswith("hub:") and count != published
@@ -216,9 +215,9 @@ def choice_samples(example: Example, tokenizer) -> list[Sample]:
 
 
 def check_lengths(samples: Iterable[tuple[int, Sample]], positions: int, source: str) -> None:
-    """Raise UserError for a sample that exceeds the model's positions, its max_position_embeddings.
+    """Raise UserError for a sample, of (row number, sample) pairs, that exceeds the model's positions.
 
-    samples: (row number, sample) pairs. source: name of the data in error messages.
+    source: name of the data in error messages.
     """
     for index, sample in samples:
         if len(sample) > positions:

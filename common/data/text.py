@@ -45,15 +45,14 @@ def load_tokens(source: str, tokenizer, sequences: int, length: int, split: str 
                 without=frozenset()) -> tuple[torch.Tensor, str]:
     """[sequences, length] int64 token ids, and a one-line description of what was read.
 
-    source: any but generated; a .npy file may have fewer. split: TRAIN, HELDOUT or EVALUATION. without: as
-    for Source.documents. A begin-of-sequence token, by bos_prefix, is one of the `length` tokens. Rows of a
-    .npy file that all begin with it stay as they are.
+    source: any but generated; a .npy file may have fewer. without: as for Source.documents. A begin-of-
+    sequence token, by bos_prefix, is one of the `length` tokens. Rows of a .npy file that all begin with it
+    stay as they are.
 
     As in the authors' code: the first `sequences` documents of at least `length` tokens, each truncated to
     it. If there are too few, among the first SEARCHED times as many tokens as are needed, documents are
     packed instead: concatenated in order, separated by end-of-sequence, and cut into sequences. Raises
-    TooShort if that gives too few tokens, and UserError for text that cannot be read, and where bos_prefix
-    does.
+    TooShort if that gives too few tokens, and UserError for text that cannot be read.
     """
     kind, prefix = parse_source(source), bos_prefix(tokenizer)
     if isinstance(kind, TokenFile):
@@ -143,13 +142,12 @@ class TextSamples(Sequence):
 
 def write_text_tokens(sources: list[str | np.ndarray], tokenizer, length: int, tokens: int | None,
                       path: str) -> list[str]:
-    """Write the tokens of the sources' training parts to a .npy file (int32), for TextSamples. Returns a line
-    per source.
+    """Write the tokens of the sources' training parts to a .npy file (int32), for TextSamples, in constant
+    memory. Returns a line per source.
 
     sources: as for load_tokens, or generated tokens. Documents are concatenated in order, each followed by
     end-of-sequence; what remains after the last complete sequence of `length` tokens is dropped. tokens: how
-    many to take from each source; None takes all. Memory is constant. Raises UserError for too few tokens and
-    for text that cannot be read.
+    many to take from each source; None takes all. Raises UserError for too few tokens.
     """
     names, lines, written = [each if isinstance(each, str) else GENERATED for each in sources], [], 0
     with open(path, "wb") as file:
@@ -192,8 +190,8 @@ def _append_tokens(file, source: str | np.ndarray, tokenizer, tokens: int | None
 
 
 def packed_rows(source: str, tokenizer, count: int, length: int, split: str) -> list[list[int]]:
-    """The first `count` sequences of a part of a source, packed as write_text_tokens does; fewer if it has
-    fewer. Raises UserError for text that cannot be read.
+    """The first `count` sequences of a part of a source, packed as write_text_tokens does, or as many as it
+    has.
     """
     lists = _token_lists(source, tokenizer, split)
     tokens = list(itertools.islice(itertools.chain.from_iterable(lists), count * length))
