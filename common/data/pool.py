@@ -64,14 +64,14 @@ def load_pool(sources: Sources, context: DataContext) -> Pool:
     """
     tokenizer, positions = context.tokenizer(), load_config(context.model).max_position_embeddings
     answered = load_tasks(sources, tokenizer, positions, context.ranks) if sources.tasks != NONE else []
+    load_chats_of = partial(load_chat_source, sources, context, tokenizer, positions)
     # files first: a fault in one is found before minutes of generating
-    chats = {source: load_chat_samples(source, sources, context, tokenizer, positions)
-             for source in sorted(sources.chat, key=is_generated)}
+    chats = {source: load_chats_of(source) for source in sources.chat if not is_generated(source)}
+    texts = load_texts(sources, context, tokenizer) if sources.text else ()
     for source in sources.chat:
-        samples, description = chats[source]
+        samples, description = chats.get(source) or load_chats_of(source)
         context.ranks.say(f"reads   {description}")
         answered += samples
-    texts = load_texts(sources, context, tokenizer) if sources.text else ()
     if not answered and not texts:
         raise UserError("--tasks none: expected --text or --chat with it, found neither")
     return Pool(answered, texts)
@@ -93,8 +93,8 @@ def load_tasks(sources: Sources, tokenizer, positions: int, ranks) -> list[Sampl
     return samples
 
 
-def load_chat_samples(source: str, sources: Sources, context: DataContext, tokenizer,
-                      positions: int) -> tuple[list[Sample], str]:
+def load_chat_source(sources: Sources, context: DataContext, tokenizer, positions: int,
+                     source: str) -> tuple[list[Sample], str]:
     """Chats of a source and their description. Raises UserError if none has an answer."""
     if is_generated(source):
         samples = as_samples(generate(source, sources, context, chats=True))
@@ -114,14 +114,14 @@ def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples
     texts = [generate(source, sources, context, len(prefix)) if is_generated(source) else source
              for source in sources.text]
 
-    def fill(directory: str) -> str:
+    def write(directory: str) -> str:
         path = os.path.join(directory, TOKENS)
         return "; ".join(write_text_tokens(texts, tokenizer, stored, sources.text_tokens, path))
 
     digests = [hashlib.sha256(text).hexdigest() for text in texts if isinstance(text, np.ndarray)]
     files = [(source, parse_source(source).version()) for source in sources.text]
     depends_on = [TRAIN, files, digests, stored, sources.text_tokens, fingerprint(context.model)]
-    path, _ = context.part("", depends_on, fill)
+    path, _ = context.stored("", depends_on, write)
     samples = TextSamples(os.path.join(path, TOKENS), length, prefix)
     begin = f", {printable(tokenizer.bos_token)} first" if prefix else ""
     context.ranks.say(f"reads   {' '.join(sources.text)}: {len(samples)} samples of {length} tokens{begin}")

@@ -57,16 +57,16 @@ class DataContext:
                 stack.enter_context(self.ranks.waiting())
             yield
 
-    def part(self, prefix: str, settings: list, fill) -> tuple[str, str]:
-        """A directory of RUN/tokens/ that depends on settings, which the first rank has fill(directory)
-        write unless it is there, and the description that this returned.
+    def stored(self, prefix: str, settings: list, write) -> tuple[str, str]:
+        """A directory in RUN/tokens/ that depends on settings, and its description: what write(directory)
+        writes and returns on the first rank, unless it is there.
         """
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
         path, made_by = os.path.join(self.run, "tokens", f"{prefix}{key[:16]}"), {"key": key}
         with self.writing_tokens():
             if self.first and find_part(path, made_by) is None:
                 with write_directory(path) as aside:
-                    description = fill(aside)
+                    description = write(aside)
                     write_record(aside, made_by | {"description": description})
                 print(f"wrote   {path}: {description}", flush=True)
         return path, find_part(path, made_by).get("description")
@@ -80,14 +80,14 @@ class DataContext:
         if not isinstance(kind, DataSet):
             return read()
 
-        def fill(directory: str) -> str:
+        def write(directory: str) -> str:
             samples, description = read()
             lines = (json.dumps([list(map(int, part)) for part in each.segments]) for each in samples)
             write_text(os.path.join(directory, SAMPLES), "".join(f"{line}\n" for line in lines))
             return description
 
         depends_on = [source, kind.version(), fingerprint(self.model), self.bos, settings]
-        path, description = self.part("samples-", depends_on, fill)
+        path, description = self.stored("samples-", depends_on, write)
         with open(os.path.join(path, SAMPLES)) as file:
             return [Sample(*json.loads(line)) for line in file], description
 
