@@ -1,11 +1,8 @@
 """The demo model, `--model demo`: a small multi-head-attention Llama, its text and its tasks.
 
 They are part of the repository: common/data/demo_model/, whose README.md says how they were made. On
-first use, `demo_home` writes three directories to runs/demo-model/:
-
-  model/   a LlamaForCausalLM with as many key/value heads as query heads
-  text/    train.txt and heldout.txt, source code of Python's standard library
-  tasks/   eight generated multiple-choice tasks, TASK.train.jsonl and TASK.validation.jsonl
+first use, `demo_home` writes them to runs/demo-model/: model/; text/ with train.txt and heldout.txt; and
+tasks/ with TASK.train.jsonl and TASK.validation.jsonl of eight generated multiple-choice tasks.
 """
 
 import gzip

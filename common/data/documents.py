@@ -12,7 +12,7 @@ elsewhere, or in another file, is cut into the same blocks. So memory is constan
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -67,13 +67,14 @@ class Source:
     def texts(self, part: str) -> Iterator[str]:
         """Yield the documents of a part; of a .txt file its lines. Raises UserError if it cannot be read."""
         self.check()
-        return self.contents(part)
+        for content in self.contents(part):
+            yield from content.removesuffix("\n").split("\n") if self.one_document else [content]
 
     def contents(self, part: str) -> Iterator[str]:
         """Yield what is in a part or not: documents, and blocks of a .txt file."""
         raise NotImplementedError
 
-    def documents(self, part: str, without=frozenset()) -> Iterator[Iterator[str]]:
+    def documents(self, part: str, without=frozenset()) -> Iterator[Iterable[str]]:
         """Yield the documents of a part, as their lines or blocks. without: digests of what is left out."""
         self.check()
         kept = (content for content in self.contents(part)
@@ -81,8 +82,7 @@ class Source:
         if self.one_document:
             yield kept
         else:
-            for document in kept:
-                yield iter(document.splitlines(keepends=True))
+            yield from (document.splitlines(keepends=True) for document in kept)
 
 
 class TableFile(Source):
@@ -126,12 +126,8 @@ class TextFile(Source):
 
     one_document = True
 
-    def texts(self, part: str) -> Iterator[str]:
-        for block in super().texts(part):
-            yield from block.removesuffix("\n").split("\n")
-
     def contents(self, part: str) -> Iterator[str]:
-        return (block for block in blocks(self.origin(part)) if in_part(block, part))
+        return (block for block in blocks(self.origin(part)) if self.known or in_part(block, part))
 
 
 class DemoText(TextFile):
@@ -141,9 +137,6 @@ class DemoText(TextFile):
 
     def origin(self, part: str) -> str:
         return os.path.join(demo_home(), "text", f"{self.part(part)}.txt")
-
-    def contents(self, part: str) -> Iterator[str]:
-        return blocks(self.origin(part))
 
 
 class TokenFile(Source):

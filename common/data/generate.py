@@ -22,7 +22,7 @@ import torch
 from common.data.chat import apply_template, fixed_template, render
 from common.data.decoding import SPAN, Decoder
 from common.data.documents import EVALUATION, GENERATED, HELDOUT, PARTS, TRAIN, parse_source
-from common.data.text import TOKEN, TOKENS, TooShort, read_token_rows, token_ids
+from common.data.text import TOKEN, TOKENS, TooShort, token_ids
 from common.models.families import geometry
 from common.models.load import end_tokens, fingerprint, load_config, load_model, load_tokenizer
 from common.models.weights import open_checkpoint, shape_of
@@ -218,7 +218,7 @@ def generated(source: str, context, sequences: int, length: int, split=TRAIN, ch
     if rank == 0:
         verb = "wrote" if missing else "reads"
         print(f"{verb}   {directory}: {source}, {sequences} x {length} tokens", flush=True)
-    return np.concatenate([read_token_rows(os.path.join(path, TOKENS)) for path in paths.values()])
+    return np.concatenate([np.load(os.path.join(path, TOKENS)) for path in paths.values()])
 
 
 def recorded_script(context, tokenizer, file: str, length: int, split: str, chats: bool):

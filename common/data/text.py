@@ -20,6 +20,7 @@ TOKEN = np.dtype("<i4")
 TOKENS = "tokens.npy"  # in a directory of RUN/tokens/
 BATCH = 2**20  # characters tokenized at a time: some 100 MB in the tokenizer
 PIECE = 2**18  # characters of a document tokenized at a time, at least: some 50 MB
+CHUNK = 2**16  # tokens written at a time
 SEARCHED = 64  # tokens of documents that are searched for long ones, for each token that is needed
 
 
@@ -88,31 +89,22 @@ def _first_documents(kind: Source, tokenizer, sequences: int, length: int, split
     return rows, f"packed ({len(whole)} of {documents} documents have {length} tokens, {sequences} needed)"
 
 
-def read_token_rows(path: str) -> np.ndarray:
-    """[n, length] int32 tokens of a .npy file. Raises UserError for one of anything else."""
+def _first_rows(path: str, count: int, prefix: list[int], split: str) -> torch.Tensor:
+    """The first rows of a part of a .npy file as int64, each after the prefix, unless all of the file's rows
+    begin with it. Raises UserError for a file of anything but tokens.
+    """
     try:
         rows = np.load(path)
     except (OSError, EOFError, ValueError) as error:
         raise UserError(f"text {path}: expected a .npy file of tokens: {first_line(error)}") from error
-    if rows.ndim != 2 or rows.dtype != TOKEN or not rows.size:
-        raise UserError(f"text {path}: expected rows of tokens, {TOKEN}, found {rows.dtype} of shape "
+    if rows.ndim != 2 or rows.dtype != TOKEN or not rows.size or rows.min() < 0:
+        raise UserError(f"text {path}: expected rows of token ids, {TOKEN}, found {rows.dtype} of shape "
                         f"{list(rows.shape)}")
-    return rows
-
-
-def _first_rows(path: str, count: int, prefix: list[int], split: str) -> torch.Tensor:
-    """The first rows of a part of a .npy file as int64, each after the prefix, unless all of the file's rows
-    begin with it.
-    """
-    rows = read_token_rows(path)
     begin = [] if (rows[:, : len(prefix)] == prefix).all() else prefix
     rows = rows[[in_part(row.tobytes(), split) for row in rows]]
     if not rows.size:
         raise TooShort(f"text {path}: expected rows{PARTS[split]}, found none")
-    tokens = torch.tensor([[*begin, *row] for row in rows[:count].tolist()])
-    if tokens.min() < 0:
-        raise UserError(f"text {path}: expected token ids, found {tokens.min()}")
-    return tokens
+    return torch.tensor([[*begin, *row] for row in rows[:count].tolist()])
 
 
 class TextSamples(Sequence):
@@ -175,14 +167,12 @@ def _append_tokens(file, source: str | np.ndarray, tokenizer, tokens: int | None
     """Append the first `tokens` tokens of a source, or all, to an open file. Returns how many."""
     if isinstance(source, np.ndarray):
         return file.write(source.ravel()[:tokens].tobytes()) // TOKEN.itemsize
-    count, lists = 0, _token_lists(source, tokenizer, TRAIN)
+    count, ids = 0, itertools.islice(_packed(source, tokenizer, TRAIN), tokens)
     with Progress(total=tokens, desc=f"tokenizing {source}", unit="tok", unit_scale=True, leave=False) as bar:
-        while count != tokens and (ids := next(lists, None)) is not None:
-            if tokens is not None:
-                ids = ids[: tokens - count]
-            file.write(np.array(ids, dtype=TOKEN).tobytes())
-            count += len(ids)
-            bar.update(len(ids))
+        while len(chunk := np.fromiter(itertools.islice(ids, CHUNK), TOKEN)):
+            file.write(chunk.tobytes())
+            count += len(chunk)
+            bar.update(len(chunk))
     if tokens is not None and count < tokens:
         raise UserError(f"--text {source}: expected {tokens} tokens{PARTS[TRAIN]} (--text-tokens), found "
                         f"{count}")
@@ -193,35 +183,31 @@ def packed_rows(source: str, tokenizer, count: int, length: int, split: str) -> 
     """The first `count` sequences of a part of a source, packed as write_text_tokens does, or as many as it
     has.
     """
-    lists = _token_lists(source, tokenizer, split)
-    tokens = list(itertools.islice(itertools.chain.from_iterable(lists), count * length))
+    tokens = list(itertools.islice(_packed(source, tokenizer, split), count * length))
     return [tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)]
 
 
-def _token_lists(source: str, tokenizer, split: str) -> Iterator[list[int]]:
-    """The tokens of a source's documents, each followed by end-of-sequence, in lists of any length."""
+def _packed(source: str, tokenizer, split: str) -> Iterator[int]:
+    """The tokens of a source's documents, each followed by end-of-sequence, one by one."""
     kind, end = parse_source(source), tokenizer.eos_token_id
     if kind.one_document:
         for document in kind.documents(split):
-            yield from token_lists(document, tokenizer)
-        yield [end]
+            yield from token_ids(document, tokenizer)
+        yield end
         return
     for batch in gathered(kind.texts(split), BATCH):
-        ids = []
         for document in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-            ids += [*document, end]
-        yield ids
+            yield from document
+            yield end
 
 
 def token_ids(document: Iterable[str], tokenizer) -> Iterator[int]:
-    """The tokens of a document as Source.documents gives it, without special tokens, one by one."""
-    return itertools.chain.from_iterable(token_lists(document, tokenizer))
+    """The tokens of a document as Source.documents gives it, without special tokens, one by one.
 
-
-def token_lists(document: Iterable[str], tokenizer) -> Iterator[list[int]]:
-    """As token_ids, in lists: those of successive lines of at least PIECE characters, but the last."""
+    Successive lines of at least PIECE characters are tokenized together.
+    """
     for piece in gathered(document, PIECE):
-        yield tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
+        yield from tokenizer("".join(piece), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def gathered(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
