@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from common.run.artifact import RECORD, shown
+from common.run.artifact import RECORD
 from common.run.errors import UserError
 from common.run.files import read_json, remember, stamp
 
@@ -216,7 +216,7 @@ def check_names(path: str, missing, unexpected) -> None:
     unexpected = [name for name in unexpected if not IGNORED_TENSORS.fullmatch(name)]
     if unexpected:
         raise UserError(f"{path}: expected only the tensors of its config, "
-                        f"found also {shown(min(unexpected))}")
+                        f"found also {min(unexpected)!r}")
 
 
 def check_tied(path: str) -> None:

@@ -41,25 +41,11 @@ REMOVED = ".removed"  # at the end of the name of what is being removed
 LEFT = re.compile(rf"\.(.+)\.\d+-\d+({UNFINISHED}|{REMOVED})")  # by killed processes
 RUN = "RUN/"  # what paths in the run directory begin with in records, as the directory may be moved
 SCORED = ("README.md", ".eval_results")  # of a checkpoint: stage 7 writes into them
-LOADED = (".safetensors", ".bin", ".json", ".jinja", ".model")  # files that transformers may load
 PATH_FLAGS = ("run", "calibration", "similarity", "groups")  # flags that name artifacts: their digests count
 GROUPS, TRAINING = "03_group.py", "05_prune_train.py"
 KEPT = (GROUPS, TRAINING)  # stages whose output is never removed: it was edited, or took days
-# never at the same time
-EXCLUSIVE_STAGES = {"04_align.py": "05_prune_train.py", "05_prune_train.py": "04_align.py"}
+EXCLUSIVE_STAGES = {"04_align.py": TRAINING, TRAINING: "04_align.py"}  # never at the same time
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "tqdm", "safetensors")
-FIELDS = ("flags", "arguments", "model", "inputs", "packages", "commit", "seconds", "date", "summary",
-          "files")  # of every stage's record
-# stage -> fields of its record and, behind a dot, of its summary, that others read
-FIELDS_OF = {
-    "01_calibrate.py": ("read", ".tokens", ".sequences", ".length", ".text", ".positions"),
-    "03_group.py": ("groups", "calibration", ".kv_heads", ".by", ".criterion"),
-    "04_align.py": ("groups", ".kv_heads", ".by", ".rotate", ".merge", ".refit", ".key_context",
-                    ".perplexity_source", ".perplexity_merged"),
-    "05_prune_train.py": (".steps", ".batch", ".lr", ".loss", ".tokens"),
-    "06_export.py": (".dtype", ".class"),
-    "07_eval.py": ("device", "results"),
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,7 @@ class Started:
             "model": model,
             "model_from_run": os.path.relpath(model["path"], self.args.run),  # where both may have moved
             "inputs": self.inputs,
-            "packages": package_versions(PACKAGES),
+            "packages": package_versions(),
             "commit": source_commit(),
             "seconds": self.clock(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -109,14 +95,14 @@ def begin_stage(stage: str, args, *outputs: str, inputs: dict | None = None, loc
             pass
     for output in outputs:
         sweep(*os.path.split(os.path.abspath(output)))
-    found = [find(started, output, getattr(args, "update", False)) for output in outputs]
+    found = [find(started, output) for output in outputs]
     if outputs and all(found):
         raise Complete(f"{', '.join(outputs)}: complete, by this command and from these inputs; --force "
                        "starts over")
     return started
 
 
-def find(started: Started, output: str, update: bool = False) -> bool:
+def find(started: Started, output: str) -> bool:
     """Whether `started` has made an output, completely. Raises UserError for one that it may not replace."""
     if not os.path.lexists(output):
         return False
@@ -126,11 +112,11 @@ def find(started: Started, output: str, update: bool = False) -> bool:
                         "move it away first")
     if started.args.force:
         return False
-    fault = field_fault(record, started.stage) or find_fault(output, record)
+    fault = find_fault(output, record)
     if fault:
         raise UserError(f"{fault}; pass --force to replace {output}")
     other = difference(started, record)
-    if other and not update:
+    if other and not getattr(started.args, "update", False):
         raise UserError(f"{output} already exists, {other}; pass --force to replace it")
     return other is None
 
@@ -141,50 +127,45 @@ def difference(started: Started, record: dict) -> str | None:
         asked = started.flags.get(name, value)
         if asked != value:
             return f"made with {as_flag(name, value)}, not {as_flag(name, asked)}"
-    now, before = started.inputs, record["inputs"]
-    for name, digest in now.items():
-        commit = len(digest) == len(before.get(name, "")) == 40  # of a data set of the hub, which goes on
-        if digest not in before.values() and not commit:
+    for name, digest in started.inputs.items():
+        if digest not in record["inputs"].values():
             return f"made from another {os.path.basename(name)}"
-    for name in before.keys() - now.keys():
-        gone = not os.path.exists(resolved(started.args.run, name))
-        if gone and before[name] not in now.values():
-            return f"made from {name}, which is gone"
     return None
 
 
 def as_flag(name: str, value) -> str:
     """A flag and its value in words."""
     flag = f"--{name.replace('_', '-')}"
-    return f"no {flag}" if value is None else f"{flag} {shown(value)}"
-
-
-def shown(value) -> str:
-    """A value for an error message, shortened and printable."""
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"no {flag}" if value is None else f"{flag} {value!r}"
 
 
 def within(run: str, value):
     """A value for a record, in which paths in the run directory begin with RUN."""
-    if isinstance(value, dict):
-        return {name: within(run, each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [within(run, each) for each in value]
-    for home in (os.path.join(run, ""), os.path.join(os.path.abspath(run), "")):
-        if isinstance(value, str) and value.startswith(home):
-            return RUN + value.removeprefix(home)
-    return value
+    homes = (os.path.join(run, ""), os.path.join(os.path.abspath(run), ""))
+
+    def recorded(text: str) -> str:
+        home = next(filter(text.startswith, homes), None)
+        return text if home is None else RUN + text.removeprefix(home)
+
+    return with_texts(value, recorded)
 
 
 def resolved(run: str, value):
     """A value of a record, in which paths that begin with RUN are in this run directory."""
+
+    def found(text: str) -> str:
+        return os.path.join(run, text.removeprefix(RUN)) if text.startswith(RUN) else text
+
+    return with_texts(value, found)
+
+
+def with_texts(value, change):
+    """A JSON value with change(text) in place of each of its strings but names."""
     if isinstance(value, dict):
-        return {name: resolved(run, each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [resolved(run, each) for each in value]
-    inside = isinstance(value, str) and value.startswith(RUN)
-    return os.path.join(run, value.removeprefix(RUN)) if inside else value
+        return {name: with_texts(each, change) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [with_texts(each, change) for each in value]
+    return change(value) if isinstance(value, str) else value
 
 
 @contextlib.contextmanager
@@ -194,23 +175,16 @@ def write_directory(path: str):
     It takes the place of an earlier one as by take_name. Raises UserError where it cannot be written.
     """
     aside = beside(path)
-    created = not os.path.isdir(os.path.dirname(aside))
     os.makedirs(aside)
     try:
         yield aside
         take_name(aside, path)
-    except (OSError, SafetensorError) as error:
-        if aside not in f"{getattr(error, 'filename', None) or aside}":  # that of another file
-            raise
-        reason = getattr(error, "strerror", None) or str(error).replace(aside, path)
-        raise UserError(f"{path}: cannot be written: {reason}") from error
     except UserError as error:
         raise UserError(str(error).replace(aside, path)) from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be written: {error}".replace(aside, path)) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-        if created:
-            with contextlib.suppress(OSError):  # not empty: the new one has its name
-                os.rmdir(os.path.dirname(aside))
 
 
 def write_record(directory: str, record: dict) -> None:
@@ -240,13 +214,8 @@ def take_name(aside: str, path: str) -> None:
     record = read_json(os.path.join(path, RECORD))
     again = isinstance(record, dict) and record.get("stage") not in KEPT and is_exact(path, record)
     old = beside(path, REMOVED) if again else free_name(path)
-    try:
-        os.rename(path, old)
-        os.rename(aside, path)
-    except BaseException:
-        if not os.path.lexists(path):
-            os.rename(old, path)
-        raise
+    os.rename(path, old)
+    os.rename(aside, path)
     if again:
         shutil.rmtree(old)
     else:
@@ -270,7 +239,7 @@ def sweep(home: str, name: str | None = None) -> None:
     """Finish what killed processes began in a directory, of one name or of all, whose lock this process
     holds: what has its record is complete and gets its name; the rest is removed.
     """
-    for entry in sorted(os.listdir(home), reverse=True) if os.path.isdir(home) else ():  # unfinished first
+    for entry in os.listdir(home) if os.path.isdir(home) else ():
         match, aside = LEFT.fullmatch(entry), os.path.join(home, entry)
         if not match or name not in (None, match[1]):
             continue
@@ -320,35 +289,20 @@ def find_part(path: str, command: dict) -> dict | None:
 def read_record(path: str, stage: str, model: dict | None = None) -> dict:
     """The record of a stage's artifact, of `model` if one is given. Paths in RUN are where it is today.
 
-    Raises UserError unless it has the fields that others read.
+    Raises UserError for a missing one, and for one of another stage or model.
     """
     if not os.path.exists(path):
         raise UserError(f"{path} not found; run {stage} first")
-    where = os.path.join(path, RECORD)
-    record = read_json(where)
+    record = read_json(os.path.join(path, RECORD))
     if not isinstance(record, dict):
-        raise UserError(f"{where}: expected the record of {stage}, found none that can be read; "
+        raise UserError(f"{path}/{RECORD}: expected the record of {stage}, found none that can be read; "
                         f"run {stage} again")
     if record.get("stage") != stage:
         raise UserError(f"{path}: expected an artifact of {stage}, found one of {record.get('stage')}")
-    fault = field_fault(record, stage)
-    if fault:
-        raise UserError(f"{where}: {fault}; run {stage} again with --force")
     record = resolved(os.path.dirname(os.path.normpath(path)), record)
     if model is not None:
         check_same_model(path, model, record["model"])
     return record
-
-
-def field_fault(record: dict, stage: str) -> str | None:
-    """The first field that a stage's record lacks, or an earlier version's way to name files."""
-    summary = record.get("summary") or {}
-    for field in (*FIELDS, *FIELDS_OF.get(stage, ())):
-        if field.removeprefix(".") not in (summary if field.startswith(".") else record):
-            return f"expected a field {f'summary{field}' if field.startswith('.') else field}, found none"
-    if any(isinstance(known, str) for known in record["files"].values()):
-        return "expected sizes and times of files, found the record of an earlier version"
-    return None
 
 
 def check_same_model(path: str, expected: dict, actual: dict) -> None:
@@ -360,18 +314,10 @@ def check_same_model(path: str, expected: dict, actual: dict) -> None:
 
 
 def verify_files(path: str, record: dict) -> None:
-    """Raise UserError unless an artifact has the files in its record, as they were written.
-
-    Nor may a checkpoint have others that transformers would load with them, as it prefers model.safetensors
-    to shards.
-    """
+    """Raise UserError unless an artifact has the files in its record, as they were written."""
     fault = find_fault(path, record)
     if fault:
         raise UserError(f"{fault}; run {record['stage']} again with --force")
-    others = {name for name in own_files(path) if name.endswith(LOADED)} - {RECORD, *record["files"]}
-    if others and "config.json" in record["files"]:
-        raise UserError(f"{path}: expected only the files in its {RECORD}, found also {min(others)}; "
-                        "remove it")
 
 
 def find_fault(path: str, record: dict) -> str | None:
@@ -403,13 +349,8 @@ def read_tensors(directory: str, name: str, record: dict) -> dict:
 
     They are copies, because those of `load_file` are 8-byte aligned; complex kernels need 16.
     """
-    verify_files(directory, record | {"files": {name: record["files"].get(name, {"size": -1})}})
-    path = os.path.join(directory, name)
-    try:
-        return {key: tensor.clone() for key, tensor in load_file(path).items()}
-    except SafetensorError as error:
-        raise UserError(f"{path}: expected a safetensors file, found none that can be read "
-                        f"({error})") from error
+    verify_files(directory, record | {"files": {name: record["files"][name]}})
+    return {key: tensor.clone() for key, tensor in load_file(os.path.join(directory, name)).items()}
 
 
 def digest(path: str) -> str:
@@ -418,12 +359,10 @@ def digest(path: str) -> str:
 
 
 def input_digests(run: str, paths: list[str]) -> dict[str, str]:
-    """The artifacts, as paths in records -> their digests, of those that there are."""
-    digests = {}
-    for path in paths:
-        with contextlib.suppress(OSError):  # reading it says what to do
-            digests[within(run, path)] = digest(path)
-    return digests
+    """The artifacts, as paths in records -> their digests, of those that there are: reading another says
+    what to do.
+    """
+    return {within(run, path): digest(path) for path in paths if os.path.exists(os.path.join(path, RECORD))}
 
 
 def remember_inputs(run: str) -> None:
@@ -450,10 +389,10 @@ def refuse_own_source(model: dict, *outputs: str) -> None:
                             "another --run")
 
 
-def package_versions(names) -> dict[str, str]:
-    """Name -> version of those packages that are installed; stages run without datasets, for one."""
+def package_versions() -> dict[str, str]:
+    """Name -> version of those PACKAGES that are installed; stages run without datasets, for one."""
     versions = {}
-    for name in names:
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
@@ -462,12 +401,10 @@ def package_versions(names) -> dict[str, str]:
 def source_commit() -> str | None:
     """The git commit of this source, with -dirty if it was edited since; None if it has no repository."""
     source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-
-    def git(*command: str) -> str:
-        done = subprocess.run(("git", *command), cwd=source, capture_output=True, text=True, check=False)
-        return done.stdout
-
-    with contextlib.suppress(OSError):  # git is not installed
-        if git("rev-parse", "--show-toplevel").rstrip("\n") == source:  # not a repository around it
-            return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or None
-    return None
+    own = ("git", "--git-dir=.git", "--work-tree=.")  # not a repository around it
+    try:
+        done = subprocess.run((*own, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
+                              cwd=source, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return None
+    return done.stdout.strip() or None

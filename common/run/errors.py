@@ -1,7 +1,6 @@
 """How a stage ends: complete, with an error on one line, or interrupted."""
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -14,7 +13,6 @@ from common.run.progress import Progress
 PATIENCE = 10  # seconds in which torchrun ends a rank because another one left
 LESS_MEMORY = ("Lower --batch, --tokens-per-microbatch or --loss-chunk, or pass --recompute, --layerwise or "
                "--device cpu, where the stage has it")
-KILLED = "a signal ended this rank (SIGKILL: often for lack of memory); the last checkpoint is kept"
 cleanup = contextlib.ExitStack()  # closed by run_stage when the stage ends: releases its lock
 
 
@@ -40,16 +38,7 @@ def explanation(error: BaseException) -> str | None:
         return f"{text.partition(' GPU ')[0]} {LESS_MEMORY}"  # the rest is advice on the allocator
     if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text:
         return f"out of memory: {text.partition('DefaultCPUAllocator: ')[2]}. {LESS_MEMORY}"
-    if type(error).__name__ == "PanicException":  # of a library in Rust, as of tokenizers
-        return f"a library failed on this model or text: {text}"
     return None
-
-
-def tell_torchrun(message: str) -> None:
-    """Set what torchrun's own report says of this rank if it fails."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:  # of a full disk
-            json.dump({"message": message, "timestamp": int(time.time())}, file)
 
 
 def run_stage(main) -> None:
@@ -59,28 +48,24 @@ def run_stage(main) -> None:
     130. Under torchrun the first rank of a node speaks at once. The others wait: torchrun ends them as soon
     as one leaves, so that what all of them met is printed once, and what follows from another's end is not.
     """
-    first, alone = os.environ.get("LOCAL_RANK", "0") == "0", ""
-    tell_torchrun(KILLED)
+    first, rank = os.environ.get("LOCAL_RANK", "0") == "0", ""
     try:
         code = main() or 0
-        tell_torchrun(f"ended with exit code {code}")
     except Complete as complete:
         print(f"found   {complete}")
         code = 0
     except KeyboardInterrupt:
         if first:
             Progress.write("interrupted: unfinished output was removed, checkpoints are kept", sys.stderr)
-        tell_torchrun("interrupted")
         code = 130
     except BaseException as error:
         message = explanation(error)
-        tell_torchrun(message or repr(error))
         if "LOCAL_RANK" in os.environ and not (first and message) and not isinstance(error, SystemExit):
             time.sleep(PATIENCE)
-            alone = "" if first else f"rank {os.environ['RANK']}: "
+            rank = "" if first else f"rank {os.environ['RANK']}: "  # nobody has ended it: it is alone
         if message is None:
             raise
-        Progress.write(f"error: {alone}{printable(' '.join(message.split()))}", sys.stderr)
+        Progress.write(f"error: {rank}{printable(' '.join(message.split()))}", sys.stderr)
         code = 2
     finally:
         cleanup.close()

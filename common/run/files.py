@@ -1,7 +1,6 @@
 """Files: written completely or not at all, read with errors that name them; locks of directories."""
 
 import contextlib
-import datetime
 import errno
 import fcntl
 import hashlib
@@ -16,8 +15,6 @@ from common.run.errors import UserError
 STAMPS: dict[str, dict] = {}  # absolute path -> the last stamp
 UNFINISHED = ".unfinished"  # at the end of the name of what is being written
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems without flock
-# of file systems without permissions, or that flush files by themselves, as mounted object stores
-NOT_OFFERED = (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def sha256(path: str) -> str:
@@ -62,8 +59,6 @@ def write_file(path: str):
         sync(aside)
         os.rename(aside, path)
     except OSError as error:
-        if error.filename not in (None, aside):  # that of another file
-            raise
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
         with contextlib.suppress(OSError):
@@ -122,25 +117,15 @@ def flush(directory: str) -> None:
     """Flush the files of a directory to disk, with the umask's permissions: safetensors writes with 0600."""
     permissions = os.stat(directory).st_mode & 0o666
     for name in files_in(directory):
-        with _if_offered():
+        with contextlib.suppress(OSError):  # of a file system without permissions
             os.chmod(os.path.join(directory, name), permissions)
         sync(os.path.join(directory, name))
 
 
 def sync(path: str) -> None:
     """Flush a file to disk."""
-    with open(path, "rb") as file, _if_offered():
+    with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _if_offered():
-    """Context manager: what the file system does not offer is left out."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NOT_OFFERED:
-            raise
 
 
 def free_name(path: str, kind: str = "old") -> str:
@@ -164,32 +149,26 @@ def locked(directory: str, name: str):
     """
     created = not os.path.isdir(directory)
     os.makedirs(directory, exist_ok=True)
-    path, held = os.path.join(directory, f".{name}.lock"), False
-    while not held:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    path = os.path.join(directory, f".{name}.lock")
+    with open(path, "a+") as file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-            os.close(descriptor)
-            raise UserError(f"{directory}: expected no {name} running there, found {holder}") from error
+            file.seek(0)
+            raise UserError(f"{directory}: expected no {name} running there, found {file.read()}") from error
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
             print(f"warning: {directory}: its file system has no locks: nothing stops a second {name} there",
                   file=sys.stderr)
-        held = os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path))
-        if not held:  # its holder has removed it meanwhile
-            os.close(descriptor)
-    since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(path)
-        os.close(descriptor)
-        if created:
-            with contextlib.suppress(OSError):  # not empty
-                os.rmdir(directory)
+        if not os.path.exists(path):  # its holder has removed it meanwhile
+            raise UserError(f"{directory}: expected no {name} running there, found one that was ending")
+        file.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # the directory is not empty
+                os.remove(path)
+                if created:
+                    os.rmdir(directory)

@@ -2,7 +2,7 @@
 
 import os
 
-from common.run.artifact import FIELDS_OF, RECORD, read_record
+from common.run.artifact import RECORD, read_record
 from common.run.errors import UserError
 from common.run.files import read_json
 
@@ -12,12 +12,6 @@ SEARCH, FUSE, START, PRETRAIN, REPORT = (
 # flags of search that hold for everything that is compared
 DATA_FLAGS = ("text", "heldout", "sequences", "heldout_sequences", "length", "batch", "tokens_per_microbatch",
               "seed", "lr")
-FIELDS_OF.update({
-    SEARCH: ("groups", ".steps", ".data", ".steps_so_far", ".kv_heads", ".key", ".value"),
-    FUSE: (".steps", ".data", ".steps_so_far", ".fusion_loss", ".loss_ended", ".loss_fused"),
-    START: (".steps_so_far",),
-    PRETRAIN: (".steps", ".data", ".batch", ".tokens", ".heldout", ".cache_bytes_per_token"),
-})
 
 
 def read(path: str, stage: str, model: dict | None = None) -> dict:

@@ -40,7 +40,7 @@ from common.models import proof, sidecars
 from common.models.forward import run_layer
 from common.models.load import describe, fingerprint, load_config, load_model, load_tokenizer
 from common.reporting.tables import markdown_table
-from common.run.artifact import FIELDS_OF, Started, begin_stage, read_record, write_directory, write_record
+from common.run.artifact import Started, begin_stage, read_record, write_directory, write_record
 from common.run.errors import UserError, run_stage
 from common.run.files import write_text
 from common.run.flags import positive, positive_float, seed, stage_parser
@@ -53,7 +53,6 @@ from related.skipless.fold import PROJECTIONS, check_square, conditions
 from related.skipless.modeling import SkiplessConfig
 
 STAGE = "related/skipless/train.py"
-FIELDS_OF[STAGE] = (".perplexity", ".conditions_before", ".conditions_after")
 VARIANTS = {None: "full", "q": "without Q and P", "k": "without K and P", "v": "without V and P"}
 SHARPNESS = 1.5  # initial scale of Q and K: at 1 the average over a hundred tokens outweighs the token itself
 GATE, GATE_BIAS = 0.3, 1.0  # initial scale of the gate's weights and its bias: open for any input

@@ -84,21 +84,9 @@ def test_the_commit_is_that_of_this_source_and_says_if_it_was_edited(tmp_path, m
     assert artifact.source_commit() is None  # the repository around it is another
 
 
-@pytest.mark.parametrize(("stage", "place"), [
-    (GROUP, "groups"), (GROUP, "flags"), (EXPORT, "summary.class"), ("01_calibrate.py", "read"),
-])
-def test_a_missing_field_is_named(tmp_path, stage, place):
-    record, *names = valid_record(stage), *place.split(".")
-    (record if len(names) == 1 else record["summary"]).pop(names[-1])
-    files.write_json(str(tmp_path / "a" / "stage.json"), record)
-    with pytest.raises(UserError, match=f"a/stage.json: expected a field {place}, found none; run {stage}"):
-        artifact.read_record(str(tmp_path / "a"), stage)
-
-
 @pytest.mark.parametrize(("content", "message"), [
     (None, "a not found; run 06_export.py first"),
     ("{", "expected the record of 06_export.py, found none that can be read"),
-    ("[]", "expected the record of 06_export.py, found none that can be read"),
     (json.dumps(valid_record(GROUP)), "expected an artifact of 06_export.py, found one of 03_group.py"),
     (json.dumps(valid_record(EXPORT) | {"model": SMALL_MODEL | {"fingerprint": "cd" * 32}}),
      "expected an artifact of model models/m "),
@@ -110,7 +98,7 @@ def test_another_record_is_refused(tmp_path, content, message):
         artifact.read_record(str(tmp_path / "a"), EXPORT, SMALL_MODEL)
 
 
-def test_files_are_those_of_the_record_and_none_that_transformers_would_load_with_them(args):
+def test_files_are_those_of_the_record(args):
     path = make(args)
     record = artifact.read_record(str(path), EXPORT)
     (path / "notes.txt").write_text("anyone's")
@@ -124,9 +112,6 @@ def test_files_are_those_of_the_record_and_none_that_transformers_would_load_wit
         with pytest.raises(UserError, match=f"{name} is .*; run 06_export.py again with --force"):
             artifact.verify_files(str(path), record)
         (path / name).write_bytes(content)
-    (path / "model.safetensors").write_text("mine")
-    with pytest.raises(UserError, match="expected only the files in its stage.json, found also model.safet"):
-        artifact.verify_files(str(path), record)
 
 
 def test_a_file_of_the_recorded_size_and_time_is_not_read_again(args, monkeypatch):
@@ -136,25 +121,23 @@ def test_a_file_of_the_recorded_size_and_time_is_not_read_again(args, monkeypatc
 
 
 def test_the_same_command_with_the_same_inputs_is_complete(args):
-    inputs = {"RUN/calibration": "ab" * 32, "hf:set": "1" * 40}
+    inputs = {"RUN/calibration": "ab" * 32}
     make(args, inputs=inputs)
     before = contents(args.run)
     args.calibration = "elsewhere"  # a place of an input, whose content counts
-    for moved in ({"../moved": "ab" * 32, "hf:set": "1" * 40}, inputs | {"hf:set": "2" * 40}):  # a new commit
-        with pytest.raises(Complete, match="complete, by this command and from these inputs"):
-            make(args, inputs=moved)
+    with pytest.raises(Complete, match="complete, by this command and from these inputs"):
+        make(args, inputs={"../moved": "ab" * 32})
     for change, others, message in (
         ({"seed": 1}, inputs, "already exists, made with --seed 0, not --seed 1; pass --force"),
-        ({}, inputs | {"RUN/calibration": "cd" * 32}, "already exists, made from another calibration; pass"),
-        ({}, {"hf:set": "1" * 40}, "already exists, made from RUN/calibration, which is gone; pass --force"),
+        ({}, {"RUN/calibration": "cd" * 32}, "already exists, made from another calibration; pass --force"),
     ):
         with pytest.raises(UserError, match=message):
             make(SimpleNamespace(**vars(args) | change), inputs=others)
     assert contents(args.run) == before
     args.update = True  # for another command or input, as --force
-    make(args, "updated", inputs | {"RUN/calibration": "cd" * 32})
+    make(args, "updated", {"RUN/calibration": "cd" * 32})
     args.force, args.update = True, False  # in any case
-    make(args, "forced", inputs | {"RUN/calibration": "cd" * 32})
+    make(args, "forced", {"RUN/calibration": "cd" * 32})
     assert contents(args.run).keys() == before.keys()
 
 
@@ -173,17 +156,14 @@ def test_a_run_that_has_moved_is_complete_and_its_record_is_of_where_it_is(args,
 
 
 @pytest.mark.parametrize(("stage", "change", "kept"), [
-    (EXPORT, None, False), (EXPORT, "notes", True), (EXPORT, "config.json", True),
-    (EXPORT, "step-1/shard", True), (EXPORT, "README.md", False), (GROUP, None, True), (TRAINING, None, True),
+    (EXPORT, None, False), (EXPORT, "README.md", False), (EXPORT, "notes", True),
+    (EXPORT, "step-1/shard", True), (GROUP, None, True), (TRAINING, None, True),
 ])
 def test_force_removes_what_can_be_made_again_and_moves_the_rest(args, stage, change, kept, capsys):
     """An edited file, one of a user's own, groups, a training."""
     path = make(args, stage=stage)
     if change:
         (path / change).write_text("mine, edited")
-        if change != "README.md" and change != "notes":
-            with pytest.raises(UserError, match=f"{change} is not as it was written.*; pass --force to rep"):
-                make(args, stage=stage)
     before, args.force = contents(path), True
     make(args, "second", stage=stage)
     assert (path / "config.json").read_text() == "second"
@@ -247,21 +227,17 @@ def test_what_a_killed_process_left_is_removed_and_what_others_write_is_not(args
     assert not left.exists() and other.exists()
 
 
-def test_a_failure_leaves_the_earlier_artifact_and_says_where(args, tmp_path):
+def test_a_failure_leaves_the_earlier_artifact_and_says_where(args):
     path = make(args)
-    before = contents(args.run)
-    for error, message in ((UserError(f"{artifact.beside(str(path))}/weights: bad"), f"^{path}/weights: bad"),
-                           (OSError(28, "No space left on device"), f"^{path}: cannot be written: No space")):
+    before, aside = contents(args.run), artifact.beside(str(path))
+    for error, message in ((UserError(f"{aside}/weights: bad"), f"^{path}/weights: bad"),
+                           (OSError(28, "No space left on device", f"{aside}/weights"),
+                            f"^{path}: cannot be written: .*No space left on device: '{path}/weights'")):
         with pytest.raises(UserError, match=message), artifact.write_directory(str(path)):
             raise error
-    for error in (KeyboardInterrupt, FileNotFoundError(2, "not found", "text.txt")):
-        with pytest.raises(type(error) if isinstance(error, OSError) else error):
-            with artifact.write_directory(str(path)):
-                raise error
+    with pytest.raises(KeyboardInterrupt), artifact.write_directory(str(path)):
+        raise KeyboardInterrupt
     assert contents(args.run) == before
-    with pytest.raises(UserError), artifact.write_directory(str(tmp_path / "new" / "gqa")):
-        raise UserError("bad input")
-    assert not (tmp_path / "new").exists()
 
 
 def test_parts_are_found_by_the_command_that_made_them_alone(tmp_path):
@@ -288,7 +264,7 @@ def test_parts_are_found_by_the_command_that_made_them_alone(tmp_path):
 ])
 def test_a_stage_refuses_a_second_one_and_what_replaces_its_inputs(args, monkeypatch, running, refused):
     artifact.begin_stage(running, args)
-    found = f"expected no {running} running there, found process {os.getpid()} on .* since 20"
+    found = f"expected no {running} running there, found process {os.getpid()} on "
     with pytest.raises(UserError, match=found):
         artifact.begin_stage(refused, args)
     artifact.begin_stage(EXPORT, args)  # another stage

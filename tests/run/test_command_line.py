@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from common.data.tasks import TASKS
 from common.run import errors, flags, progress
 from common.run.errors import UserError
 from common.run.progress import Progress
@@ -31,7 +30,7 @@ def parser() -> flags.StageParser:
     made.section("what is counted")
     made.add_argument("--kv-heads", type=flags.positive, default=2, help="groups")
     made.add_argument("--by", choices=("none", "value"), default="value", help="whose")
-    made.add_argument("--only", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help="tasks")
+    made.add_argument("--only", nargs="+", choices=("a", "b"), metavar="TASK", help="tasks")
     made.section("how it runs")
     made.add_argument("--lr", type=flags.positive_float, help="rate")
     made.add_argument("--seed", type=flags.seed, default=0, help="of noise")
@@ -66,14 +65,9 @@ def ends(main, capsys) -> tuple[int, str]:
     return end.value.code, capsys.readouterr().err
 
 
-class PanicException(BaseException):
-    """What a library in Rust raises; that of pyo3 cannot be imported."""
-
-
 @pytest.mark.parametrize("error, line", [
     (SafetensorError("I/O error: File too large"), "I/O error: File too large"),
     (MemoryError("too little"), "too little"),
-    (PanicException("over the limit"), "a library failed on this model or text: over the limit"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of"),
      f"CUDA out of memory. Tried to allocate 2.00 GiB. {errors.LESS_MEMORY}"),
     (RuntimeError("enforce fail at alloc_cpu.cpp. DefaultCPUAllocator: can't allocate 8 bytes"),
@@ -101,20 +95,15 @@ def test_help_is_a_page_of_a_manual(monkeypatch):
     assert "None" not in flags and "False" not in flags
 
 
-WHOLE, SEED = "a whole number from 1 to 2^31 - 1", "a random seed from 0 to 2^63 - 1"
-DEVICE = "auto, cpu, cuda or cuda:N"
 MISTAKES = {
     "--kv-head 4": "unknown flag --kv-head; did you mean --kv-heads? (--help lists all)",
-    "--inptu a.txt --sed 1 --zzz": "unknown flag --inptu; did you mean --input? and unknown flag --sed; "
-                                   "did you mean --seed? and unknown flag --zzz (--help lists all)",
+    "--inptu a.txt --zzz": "unknown flag --inptu; did you mean --input? and unknown flag --zzz (--help lists "
+                           "all)",
     "here there": "expected flags, found here there (--help lists all)",
     "--by vlaue": "--by: expected one of none, value, found vlaue; did you mean value?",
-    "--only piqa BoolQ": f"--only: expected one of {', '.join(TASKS)}, found BoolQ; did you mean boolq?",
-    "--kv-heads -1": f"--kv-heads: expected {WHOLE}, found -1",
-    f"--seed {'9' * 5000}": f"--seed: expected {SEED}, found {'9' * 5000}",
+    "--kv-heads -1": "--kv-heads: expected a whole number from 1 to 2^31 - 1, found -1",
     "--lr=-inf": "--lr: expected a finite number above 0, found -inf",
     "--seed": "--seed: expected one argument",
-    "--device cuda:x": f"--device: expected {DEVICE}, found cuda:x",
     "--device cuda": "--device: expected a device of this machine, which has 0 GPUs, found cuda",
 }
 
@@ -176,6 +165,7 @@ def fail_as(monkeypatch, capsys):
 
         return *ends(main, capsys), sum(waited)
 
+    fail.waited = waited
     return fail
 
 
@@ -187,20 +177,12 @@ def test_the_first_rank_of_a_node_speaks_and_the_others_wait_to_be_ended(fail_as
     assert fail_as(1, KeyboardInterrupt()) == (130, "", 0)
 
 
-@pytest.mark.parametrize("local", [0, 1])
-def test_a_fault_that_may_follow_from_another_ranks_end_waits(monkeypatch, local):
+def test_a_fault_that_may_follow_from_another_ranks_end_waits(fail_as):
     """What gloo raises where another rank has left: torchrun ends this one meanwhile."""
-    waited = []
-    monkeypatch.setattr(errors.time, "sleep", waited.append)
-    monkeypatch.setenv("RANK", str(local))
-    monkeypatch.setenv("LOCAL_RANK", str(local))
-
-    def main():
-        raise RuntimeError("Connection closed by peer")
-
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        errors.run_stage(main)
-    assert waited == [errors.PATIENCE]
+    for local in (0, 1):
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            fail_as(local, RuntimeError("Connection closed by peer"))
+        assert fail_as.waited == [errors.PATIENCE]
 
 
 def test_ranks_alone_skip_the_interpreters_shutdown(monkeypatch):
@@ -236,13 +218,12 @@ run_stage(main)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "lines", "report"), [
-    ("all", ["error: the error"], "the error"),  # last on the first
-    ("1", ["error: rank 1: the error"], "the error"),  # others wait for it
-    ("killed", [], errors.KILLED),
+@pytest.mark.parametrize(("kind", "lines"), [
+    ("all", ["error: the error"]),  # last on the first
+    ("1", ["error: rank 1: the error"]),  # others wait for it
+    ("killed", []),
 ])
-def test_torchrun_shows_the_error(tmp_path, kind, lines, report):
-    """On a line of its own, and at the end of torchrun's report."""
+def test_torchrun_shows_the_error(tmp_path, kind, lines):
     script = tmp_path / "stage.py"
     script.write_text(RANKS)
     done = subprocess.run([*launcher(2), script, kind], cwd=ROOT, capture_output=True, text=True,
@@ -250,8 +231,6 @@ def test_torchrun_shows_the_error(tmp_path, kind, lines, report):
     assert done.returncode == 1 and "interrupted" not in done.stderr, done.stderr
     assert [text for text in done.stderr.splitlines() if text.startswith("error: ")] == lines, done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr  # torchrun's own
-    cause = done.stderr.partition("Root Cause")[2].splitlines()
-    assert [text.partition(": ")[2] for text in cause if "traceback : " in text] == [report], done.stderr
 
 
 def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch, capsys):
