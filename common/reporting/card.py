@@ -1,7 +1,6 @@
 """The model card (README.md) of an exported checkpoint: usage, scores, and how it was made."""
 
 import os
-import re
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import yaml_dump
@@ -17,7 +16,6 @@ from common.training.lines import OPEN_MASKS, START, heldout_kls
 from common.training.mask_state import MASKS
 
 TEMPLATE = os.path.join(os.path.dirname(__file__), "templates", "model_card.md")
-QUANTIZED = re.compile(r"([-.](i?q\d\w*|b?f(16|32)))?\.gguf$", re.IGNORECASE)  # at the end of a file's name
 ARXIV = "2412.20677"
 CARD = "README.md"
 MASKLESS = "the merged model was trained directly, without masks"
@@ -29,19 +27,17 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
     """Write README.md to `directory`, a checkpoint.
 
     alignment, training, export: the records of stages 4, 5 and 6; training is None for merged/ as it is.
-    chat: whether its tokenizer has a chat template. License, language, and a base model where the source is
-    no hub repository, come from the source's own card, if it has one. 07_eval.py fills in the scores.
+    chat: whether its tokenizer has a chat template. License and language come from the source's own card, if
+    it has one. 07_eval.py fills in the scores.
     """
     source = alignment["model"]["name"]
     on_hub, metadata = is_hub_name(source), _source_card(alignment["model"]["path"])
-    base = source if on_hub else _hub_names(metadata.get("base_model"))
     steps = _steps(alignment["summary"], training)
     borrowed = [part for part in steps.values() if part]
     data = ModelCardData(
-        base_model=base,
-        base_model_relation="finetune" if base else None,  # the hub's word for other weights, no fewer bits
-        language=metadata.get("language"),
-        **_license(metadata, source if on_hub else None),
+        base_model=source if on_hub else None,
+        base_model_relation="finetune" if on_hub else None,  # the hub's word for other weights, no fewer bits
+        **{name: metadata.get(name) for name in ("language", "license", "license_name", "license_link")},
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["gqa", "kv-cache"] + [f"arxiv:{ARXIV}"] * bool(borrowed),
@@ -60,8 +56,7 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
 def write_scores(directory: str, scores: str) -> bool:
     """Put scores (Markdown) between <!-- scores --> and <!-- /scores --> in a checkpoint's README.md.
 
-    Returns False, without a change, if it has no such markers. Comments in the scores are escaped, so that
-    they cannot be taken for the closing marker. Raises UserError if the card is not UTF-8.
+    Returns False, without a change, if it has no such markers. Raises UserError if the card is not UTF-8.
     """
     path = os.path.join(directory, CARD)
     if not os.path.exists(path):
@@ -69,8 +64,7 @@ def write_scores(directory: str, scores: str) -> bool:
     whole, closing, after = read_text(path).rpartition(END_OF_SCORES)
     before, opening, _ = whole.rpartition(SCORES)  # the last ones: a license may have others
     if opening:
-        escaped = scores.replace("<!--", "&lt;!--")
-        write_text(path, f"{before}{opening}\n{escaped}\n{closing}{after}")
+        write_text(path, f"{before}{opening}\n{scores}\n{closing}{after}")
     return bool(opening)
 
 
@@ -88,12 +82,6 @@ def write_benchmarks(directory: str, tasks: dict[str, dict], date: str) -> None:
             "source": {"url": f"https://huggingface.co/datasets/{name}", "name": "07_eval.py"},
             "notes": f"exact match of greedy generation, %, on {metrics['questions']} validation questions"})
     write_text(os.path.join(directory, ".eval_results", "tasks.yaml"), yaml_dump(entries))
-
-
-def _hub_names(bases: str | list[str] | None) -> str | list[str] | None:
-    """The base models in a source's card; None if one is not a name on the hub but a path of some machine."""
-    names = bases if isinstance(bases, list) else [bases]
-    return bases if bases and all(map(is_hub_name, names)) else None
 
 
 def _steps(aligned: dict, training: dict | None) -> dict[str, str]:
@@ -116,27 +104,12 @@ def _steps(aligned: dict, training: dict | None) -> dict[str, str]:
     return steps
 
 
-def _license(metadata: dict, repository: str | None) -> dict:
-    """What the source's card says of its license. metadata: of that card.
-
-    A link to a file of the hub repository, if it is one, leads there from anywhere.
-    """
-    link = metadata.get("license_link")
-    if repository and isinstance(link, str) and "://" not in link:
-        link = f"https://huggingface.co/{repository}/blob/main/{link}"
-    names = ("license", "license_name")
-    return {name: metadata.get(name) for name in names} | {"license_link": link}
-
-
 def _source_card(path: str) -> dict:
-    """The metadata of the source's own model card that is text; {} if it has none that can be read."""
+    """The metadata of the source's own model card; {} if it has none that can be read."""
     try:
-        text = read_text(os.path.join(path, CARD))
-        data = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+        return ModelCard(read_text(os.path.join(path, CARD)), ignore_metadata_errors=True).data.to_dict()
     except Exception:  # missing, or whatever a parser makes of it
         return {}
-    return {name: value for name, value in data.items()
-            if all(isinstance(each, str) for each in (value if isinstance(value, list) else [value]))}
 
 
 def _model(alignment: dict, exported: dict) -> dict[str, str]:
@@ -146,7 +119,7 @@ def _model(alignment: dict, exported: dict) -> dict[str, str]:
     bytes_per_head = 2 * source["layers"] * source["head_dim"] * value_bytes  # a key and a value per token
     kv_heads, source_kv_heads = alignment["summary"]["kv_heads"], source["kv_heads"]
     return {
-        "title": markdown_text(QUANTIZED.sub("", os.path.basename(source["name"].rstrip("/")))),
+        "title": markdown_text(os.path.basename(source["name"].rstrip("/")).removesuffix(".gguf")),
         "architecture": exported["class"],
         "fingerprint": _code(source["fingerprint"]),
         "heads": source["heads"],
@@ -167,14 +140,13 @@ def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
     limit, basis = aligned["key_context"], export["summary"].get("cache_basis")
     context = f", keys for contexts of up to {limit} tokens" if limit else ""
     refitted = f", then {REFITS[aligned['refit']]}" if aligned["refit"] else ""
-    versions = ", ".join(f"{name} {version}" for name, version in export["packages"].items())
     return {
         "grouping": group.card + (f" ({aligned['criterion']})" if group.compared else ""),
         "merging": MERGES[aligned["merge"]].card.format(heads=heads) + context + refitted,
         "perplexity_source": f"{aligned['perplexity_source']:.3f}",
         "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
-        "versions": markdown_text(versions),
-        "commit": markdown_text(export["commit"]),
+        "versions": ", ".join(f"{name} {version}" for name, version in export["packages"].items()),
+        "commit": export["commit"],
         "cache_layout": basis and f"{basis['layout']}: {LAYOUTS[basis['layout']]}",
         "groups": alignment["groups"],
         "trained": training is not None,
@@ -209,7 +181,7 @@ def _data(arguments: dict) -> dict[str, str | bool]:
     kinds += [f"{'self-generated ' * all(map(is_generated, locations))}{name}" for name, locations in sources]
     teacher = "the untouched source" if arguments["teacher"] == SOURCE else "a fine-tuned teacher"
     return {"data": ", ".join(data), "kinds": " and ".join(kinds), "tasks": tasks != NONE, "teacher": teacher,
-            "seed": markdown_text(arguments["seed"])}
+            "seed": arguments["seed"]}
 
 
 def _source(source: str) -> str:

@@ -35,9 +35,8 @@ SCORES = {
 def drawing(figure_of):
     """Turn figure_of(pyplot, ...) -> Figure into draw(path, ...), which writes the figure to a PNG file.
 
-    If matplotlib is missing or the file cannot be written, draw() prints one line and returns. The file is
-    written completely or not at all, with the first line of figure_of's docstring as its description.
-    figure_of is available as draw.__wrapped__.
+    If matplotlib is missing or the file cannot be written, draw() prints one line and returns. figure_of is
+    available as draw.__wrapped__.
     """
 
     @functools.wraps(figure_of)
@@ -51,13 +50,11 @@ def drawing(figure_of):
             return
         try:
             figure = figure_of(pyplot, *args, **kwargs)
-            # no version, for reproducible bytes
-            metadata = {"Software": None, "Description": (figure_of.__doc__ or "").partition("\n")[0]}
             with write_file(path) as file:
-                figure.savefig(file, format="png", dpi=110, bbox_inches="tight", metadata=metadata)
+                figure.savefig(file, format="png", dpi=110, bbox_inches="tight")
             print(f"drew    {os.path.basename(path)}")
         except Exception as error:  # a name that it takes for mathematics, a full disk
-            print(f"skipped {path}: cannot be drawn ({getattr(error, 'strerror', None) or error})")
+            print(f"skipped {path}: cannot be drawn ({error})")
         finally:
             pyplot.close("all")
 
@@ -102,7 +99,7 @@ def heatmaps(
         figure.supxlabel(f"colours: {score.label}", fontsize="medium")
     else:
         figure.colorbar(drawn, ax=axes, shrink=0.6, label=score.label)
-    figure.suptitle(plain(title))
+    figure.suptitle(title)
     return figure
 
 
@@ -115,11 +112,6 @@ def _frame_groups(plt, axis, order: list[int], size: int) -> None:
         place = (first - 0.5, first - 0.5)
         axis.add_patch(plt.Rectangle(place, size, size, fill=False, color="red", linewidth=1.5,
                                      clip_on=False))
-
-
-def plain(name: str) -> str:
-    """A name in which dollar signs are no mathematics."""
-    return name.replace("$", r"\$")
 
 
 def spaced_layers(count: int) -> list[int]:
@@ -148,7 +140,7 @@ def pairs(
         axis.set(title=name, xlabel="layer", ylabel="|mean cosine| of a pair: median, range", ylim=(0, 1.03))
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend()
-    figure.suptitle(plain(title))
+    figure.suptitle(title)
     return figure
 
 
@@ -181,7 +173,7 @@ def curves(
         axis.tick_params(labelbottom=True)
         if switched:
             axis.axvline(masked[-1]["step"], color="grey", linestyle=":", linewidth=1)
-    figure.suptitle(f"{plain(title)} (dotted: without masks from here on)" if switched else plain(title))
+    figure.suptitle(f"{title} (dotted: without masks from here on)" if switched else title)
     return figure
 
 
@@ -203,7 +195,7 @@ def frontier(
         names = [name for name, _, _ in rows]
         for name in dict.fromkeys(names):
             own = [point for point, owner in zip(points, names, strict=True) if owner == name]
-            axis.plot(*zip(*own, strict=True), "o", label=plain(name))
+            axis.plot(*zip(*own, strict=True), "o", label=name)
         best = sorted(points)
         best = [point for index, point in enumerate(best)
                 if all(point[1] < earlier[1] for earlier in best[:index])]
@@ -214,7 +206,7 @@ def frontier(
         axis.set_yscale("symlog", linthresh=1e-3)
     axes[0, 0].set_ylabel("KL from the first, nats")
     axes[0, 0].legend()
-    figure.suptitle(plain(title))
+    figure.suptitle(title)
     return figure
 
 

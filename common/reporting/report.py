@@ -18,7 +18,6 @@ from common.run.artifact import RECORD, read_record
 from common.run.errors import UserError
 from common.run.files import read_text, write_text
 from common.run.flags import Parser
-from common.training.lines import read_metrics
 
 STYLE = os.path.join(os.path.dirname(__file__), "templates", "report.css")
 # directory in RUN -> its stage and pictures
@@ -32,9 +31,6 @@ PARTS = {
     "gqa": ("06_export.py",),
     "eval": ("07_eval.py", "frontier.png"),
 }
-# fields of a record that are not metrics, or that eval.md shows
-PROVENANCE = ("stage", "flags", "arguments", "model", "inputs", "packages", "commit", "seconds", "date",
-              "summary", "files", "results", "prompts")
 DIGEST = re.compile("[0-9a-f]{40,64}")  # shortened to its first digits
 THREE_STATES = ("bos", "recompute")  # switches that, left out, choose for themselves
 
@@ -45,24 +41,22 @@ def write(directory: str) -> str:
     Raises UserError if there is no artifact in the directory, or if a record is damaged.
     """
     directory = os.path.normpath(directory)
-    homes = {name: os.path.join(directory, name) for name in PARTS}
-    records = {name: read_record(home, PARTS[name][0]) for name, home in homes.items()
+    homes = {os.path.join(directory, name): stage for name, (stage, *_) in PARTS.items()}
+    records = {home: read_record(home, stage) for home, stage in homes.items()
                if os.path.isfile(os.path.join(home, RECORD))}
     if not records:
         raise UserError(f"{directory}: expected a run directory with artifacts, found none")
-    sections = [section(homes[name], record) for name, record in records.items()]
-    content = page(directory, list(records.values()), sections)
     path = os.path.join(directory, "report.html")
-    write_text(path, content.encode(errors="replace").decode())  # lone surrogates cannot be written
+    write_text(path, page(directory, records))
     return path
 
 
-def page(directory: str, records: list[dict], sections: list[str]) -> str:
-    """The page. records: of its sections, the first of which has the model."""
-    model, summaries = records[0]["model"], [record["summary"] for record in records]
+def page(directory: str, records: dict[str, dict]) -> str:
+    """The page of a run. records: those of its stages, by their directories; the first has the model."""
+    model, summaries = next(iter(records.values()))["model"], [each["summary"] for each in records.values()]
     kv_heads = next((summary["kv_heads"] for summary in summaries if "kv_heads" in summary), None)
     title = f"{model['name']}: {model['kv_heads']}{f' → {kv_heads}' if kv_heads else ''} key/value heads"
-    lead = [summary_line(record["results"]) for record in records if "results" in record]
+    lead = [summary_line(record["results"]) for record in records.values() if "results" in record]
     values = {"run": directory, "model": f"{model['path']} ({cell(model['fingerprint'])})",
               "layers": model["layers"], "heads": f"{model['heads']} of {model['head_dim']}"}
     values |= {"KV cache": f"{kv_heads / model['kv_heads']:.1%} of the bytes"} if kv_heads else {}
@@ -71,16 +65,16 @@ def page(directory: str, records: list[dict], sections: list[str]) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{html.escape(title)}</title>\n<style>\n{read_text(STYLE)}</style></head>\n<body>",
-        f"<h1>{html.escape(title)}</h1>\n{header}", *sections, "</body>\n</html>\n"))
+        f"<h1>{html.escape(title)}</h1>\n{header}",
+        *(section(home, record) for home, record in records.items()), "</body>\n</html>\n"))
 
 
 def section(home: str, record: dict) -> str:
     """The HTML of a stage's section. home: its output."""
-    name, steps = os.path.basename(home), read_metrics(os.path.join(home, "metrics.jsonl"))
+    name = os.path.basename(home)
     stage, *pictures = PARTS[name]
     parts, table = metric_tables(record), os.path.join(home, "eval.md")
     parts += [read_text(table)] if os.path.exists(table) else []
-    parts += [steps_table(steps)] if steps else []
     origin = {key: record[key] for key in ("date", "seconds", "commit")} | record["packages"]
     origin |= {f"sha256 of {path}": digest for path, digest in record["inputs"].items()}
     return "\n".join((
@@ -101,30 +95,15 @@ def picture(home: str, name: str) -> str:
 
 
 def metric_tables(record: dict) -> list[str]:
-    """Tables of a record's metrics: of single values, and of all lists of a length, as columns."""
-    metrics = flatten(record["summary"] | {name: record[name] for name in record if name not in PROVENANCE})
-    by_length: dict[int, dict[str, list]] = {}
-    for name, values in metrics.items():
-        if isinstance(values, list) and values:
-            keys = values[0] if isinstance(values[0], dict) else ()
-            columns = {f"{name}.{key}": [value[key] for value in values] for key in keys}
-            by_length.setdefault(len(values), {}).update(columns or {name: values})
-    values = {name: value for name, value in metrics.items() if not isinstance(value, list)}
-    tables = [values_table(values)] if values else []
-    for count, columns in by_length.items():
-        first = "layer" if count == record["model"]["layers"] else ""
-        rows = [(index, *map(cell, row)) for index, row in enumerate(zip(*columns.values(), strict=True))]
-        tables.append(markdown_table((first, *map(label, columns)), rows, "<" + ">" * len(columns)))
+    """Tables of a record's metrics: of single values, and of what each layer has, as columns."""
+    metrics = flatten(record["summary"]) | {name: record[name] for name in record if name == "groups"}
+    layers = {name: values for name, values in metrics.items()
+              if isinstance(values, list) and len(values) == record["model"]["layers"]}
+    tables = [values_table({name: value for name, value in metrics.items() if name not in layers})]
+    if layers:
+        rows = [(index, *map(cell, row)) for index, row in enumerate(zip(*layers.values(), strict=True))]
+        tables.append(markdown_table(("layer", *map(label, layers)), rows, "<" + ">" * len(layers)))
     return tables
-
-
-def steps_table(lines: list[dict]) -> str:
-    """A table of the first training step, the last with masks, and the last."""
-    masked = [line for line in lines if "mask_mean" in line]
-    chosen = {line["step"]: line for line in (lines[0], *masked[-1:], lines[-1])}
-    names = [name for name, value in lines[0].items() if name != "step" and not isinstance(value, list)]
-    rows = [(label(name), *(cell(line.get(name)) for line in chosen.values())) for name in names]
-    return markdown_table(("", *(f"step {step}" for step in chosen)), rows, "<" + ">" * len(chosen))
 
 
 def values_table(values: dict) -> str:
@@ -152,9 +131,11 @@ def cell(value) -> str:
 
 
 def flatten(values: dict, prefix: str = "") -> dict:
-    """Flatten nested objects; names are joined by dots."""
+    """Flatten nested objects, and lists of them to lists of their values; names are joined by dots."""
     flat = {}
     for name, value in values.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            value = {key: [each[key] for each in value] for key in value[0]}
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
 

@@ -24,7 +24,6 @@ TRAINING = {"summary": {"steps": 320, "batch": 16, "tokens": 322330, "lr": 2e-05
 EXPORT = {"summary": {"dtype": "torch.float32", "class": "LlamaForCausalLM"},
           "packages": {"torch": "9.8.7", "numpy": "1.2.3"}, "commit": "cd" * 20}
 OPENING, CLOSING = "<!-- scores -->", "<!-- /scores -->"
-NASTY = ["a\nb\n---\n# c", f"x{CLOSING}y{OPENING}", "<script>alert(1)</script>"]
 
 
 @pytest.fixture
@@ -80,16 +79,16 @@ def test_the_card_says_how_it_was_made(tmp_path, records, summaries, arguments, 
     assert ("Table 5" in card) == (summaries[1] is not None and not arguments)
 
 
-@pytest.mark.parametrize("name", ["/home/me/models/toy", *NASTY])
+@pytest.mark.parametrize("name", ["/home/me/models/toy", f"a\n---\n# <b> x{CLOSING}y{OPENING}"])
 def test_no_directory_is_a_base_model_and_no_name_breaks_the_card(name, tmp_path, records):
     plain = write(tmp_path, records)
-    records[0]["model"]["name"] = records[2]["commit"] = records[1]["arguments"]["seed"] = name
+    records[0]["model"]["name"] = name
     card = write(tmp_path, records)
     assert "base_model" not in ModelCard.load(tmp_path / "README.md").data.to_dict()
     marks = [re.findall("^(?:#+|---)", text, re.MULTILINE) for text in (card, plain)]
     assert marks[0] == marks[1]  # headings, and the rules around the metadata
     assert card.count(OPENING) == card.count(CLOSING) == 1
-    assert "<script" not in card and "huggingface.co" not in card
+    assert "<b>" not in card and "huggingface.co" not in card
 
 
 def test_a_chat_model_is_prompted_through_its_template(tmp_path, records):
@@ -102,34 +101,23 @@ def test_a_chat_model_is_prompted_through_its_template(tmp_path, records):
         assert ("add_special_tokens=False" in card) == (chat or data == "hub")
 
 
-LINK, ON_HUB = "https://example.org/LICENSE", "https://huggingface.co/acme/toy/blob/main/LICENSE"
-BASE = {"base_model": "acme/toy", "base_model_relation": "finetune"}
+OTHER = {"license": "other", "license_name": "acme-community", "license_link": "https://example.org/LICENSE"}
 
 
-def licensed(link: str) -> dict:
-    return {"license": "other", "license_name": "acme-community", "license_link": link}
-
-
-@pytest.mark.parametrize(("name", "given", "shown", "expected"), [  # given: metadata of the source's own card
-    ("acme/toy", None, "", BASE),
-    ("/models/toy", {"license": "apache-2.0", "base_model": "some/Base"}, "apache-2.0",
-     {"license": "apache-2.0", "base_model": "some/Base", "base_model_relation": "finetune"}),
-    ("acme/toy", licensed(LINK), "acme-community", BASE | licensed(LINK)),
-    ("acme/toy", licensed("LICENSE"), "acme-community", BASE | licensed(ON_HUB)),
-    ("/models/toy", licensed("LICENSE"), "acme-community", licensed("LICENSE")),
-    ("/models/toy", "[", "", {}),
+@pytest.mark.parametrize(("name", "given", "shown"), [  # given: metadata of the source's own card
+    ("acme/toy", {}, ""),
+    ("/models/toy", {"license": "apache-2.0", "language": "de"}, "apache-2.0"),
+    ("acme/toy", OTHER, "acme-community"),
 ])
-def test_license_and_base_model_are_those_of_the_sources_card(
-        name, given, shown, expected, tmp_path, records):
-    source = tmp_path / "source"
-    source.mkdir()
-    records[0]["model"] |= {"name": name, "path": str(source)}
-    if isinstance(given, dict):
-        given = "\r\n".join(f"{key}: {value}" for key, value in given.items())
+def test_the_license_is_the_sources_and_a_hub_model_the_base_model(name, given, shown, tmp_path, records):
+    records[0]["model"] |= {"name": name, "path": str(tmp_path / "source")}
     if given:
-        (source / "README.md").write_bytes(f"\ufeff---\r\n{given}\r\n---\r\n# Toy\r\n".encode())
+        (tmp_path / "source").mkdir()
+        lines = "".join(f"{key}: {value}\r\n" for key, value in given.items())
+        (tmp_path / "source" / "README.md").write_bytes(f"\ufeff---\r\n{lines}---\r\n# Toy\r\n".encode())
     sentence = f" ({shown})." if shown else ", which came without a card that names it."
     assert f"Its license is the source's{sentence}" in words(write(tmp_path, records))
     data = ModelCard.load(tmp_path / "README.md", ignore_metadata_errors=False).data.to_dict()
-    assert data == expected | {"library_name": "transformers", "pipeline_tag": "text-generation",
-                               "tags": ["gqa", "kv-cache", "arxiv:2412.20677"]}
+    base = {"base_model": name, "base_model_relation": "finetune"} if name == "acme/toy" else {}
+    assert data == base | given | {"library_name": "transformers", "pipeline_tag": "text-generation",
+                                   "tags": ["gqa", "kv-cache", "arxiv:2412.20677"]}

@@ -146,13 +146,6 @@ def test_pairs_show_median_and_range_of_the_absolute_cosines_of_every_layer():
         assert {tuple(corner) for corner in corners.tolist()} == set(expected)
 
 
-def test_the_same_records_give_the_same_bytes(tmp_path):
-    paths = [tmp_path / name for name in ("one.png", "two.png")]
-    for path in paths:
-        plots.curves(str(path), [{"step": 1, "loss": 2.0}], "title")
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-
-
 def test_a_picture_that_cannot_be_drawn_is_skipped_in_one_line(tmp_path, capsys, monkeypatch):
     for reason in ("cannot be drawn (", "matplotlib cannot be imported ("):
         plots.curves(str(tmp_path), [], "title")  # a directory

@@ -1,7 +1,6 @@
 """RUN/report.html: everything that the records say, on one self-contained page."""
 
 import base64
-import json
 import re
 import shlex
 from xml.etree import ElementTree
@@ -35,21 +34,11 @@ def save(run, artifact: str, **arguments) -> None:
     write_json(str(run / artifact), record(artifact, str(run), **arguments))
 
 
-def save_metrics(run, steps: int) -> None:
-    lines = []
-    for step in range(1, steps + 1):
-        lines.append(json.dumps({"step": step, "loss": 1 / step, "mask_mean": 0.5, "mask_expected": 0.5,
-                                 "mask_target": 1 - step / steps}) + "\n")
-    (run / "train").mkdir(exist_ok=True)
-    (run / "train" / "metrics.jsonl").write_text("".join(lines) + '{"step": 99')  # the last one is cut off
-
-
 @pytest.fixture
 def whole(tmp_path):
     run = tmp_path / "run"
     for artifact in ARTIFACTS:
         save(run, artifact)
-    save_metrics(run, 5)
     (run / "eval" / "eval.md").write_text(TABLE)
     for name in ("similarity/similarity", "similarity/pairs", "groups/groups", "train/curves"):
         (run / f"{name}.png").write_bytes(PIXEL)
@@ -84,10 +73,9 @@ def test_every_figure_of_every_stage_is_there(whole):
     for row in (
         ["commit", "ef" * 6], ["sha256 of RUN/calibration", "ab" * 6], ["torch", "2"],
         ["KV cache", "50.0% of the bytes"],
-        # of eval.md, of each layer, and of training steps
+        # of eval.md, and of each layer
         ["", "teacher"], ["piqa", "98.8"], ["1", "-2", "-1.5", "0 1 | 2 3"],
         ["1", "0.1", "0.3", "0.2", "0.1", *("0.1", "0.2", "-0.1", "0.2"), "0 1 | 2 3"],
-        ["", "step 1", "step 5"], ["loss", "1", "0.2"],
     ):
         assert row in page.rows, row
 
