@@ -77,23 +77,17 @@ def parse():
     return parser.parse_args()
 
 
-def read_records(training: str | None, aligned: str, merged: str) -> tuple[dict | None, dict]:
+def read_records(training: str | None, aligned: str) -> tuple[dict | None, dict]:
     """The records of train/, None for an untrained export, and of aligned/, then merged/ itself.
 
-    Raises UserError unless they are intact and the student was trained from this aligned/ and merged/.
+    Raises UserError unless they are intact and the student was trained from this aligned/.
     """
     alignment = read_record(aligned, "04_align.py")
     verify_files(aligned, alignment)
     if training is None:
         return None, alignment
     trained = read_record(training, "05_prune_train.py")
-    if "kv_heads" not in trained["summary"]:
-        raise UserError(f"{training}: expected a trained student, found a teacher")
-    check_same_model(training, alignment["model"], trained["model"])
     check_input(trained, aligned)
-    if os.path.isdir(merged):
-        check_input(read_record(merged, "04_align.py"), aligned)
-        check_input(trained, merged)
     verify_files(training, trained)
     return trained, alignment
 
@@ -207,7 +201,7 @@ def main():
     calibration = calibration_of(args.run, source) if args.cache_basis else None
     read = [path for path in (training, source, calibration) if path]
     started = begin_stage("06_export.py", args, output, inputs=input_digests(args.run, read))
-    trained, alignment = read_records(training, source, merged)
+    trained, alignment = read_records(training, source)
     refuse_own_source(alignment["model"], output)
     kv_heads = alignment["summary"]["kv_heads"]
     config = merged_config(load_config(source), kv_heads)  # with the dtype of its weights

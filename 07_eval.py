@@ -84,8 +84,6 @@ def parse() -> argparse.Namespace:
                         "no questions")
     if args.cache and (args.layerwise or args.text == NONE):
         raise UserError("--cache: expected a text, and no --layerwise")
-    for text in args.cache or ():
-        parse_cache(text)
     return args
 
 
@@ -264,21 +262,6 @@ def tokenize(checkpoints: dict[str, str], settings: Settings) -> dict[str, compa
     return tokenized
 
 
-def cards(checkpoints: dict[str, str], run: str) -> dict[str, str]:
-    """The checkpoints in the run directory that have a card, for their scores; cards elsewhere stay as they
-    are. Raises UserError for one that cannot be read.
-    """
-    found = {}
-    for name, path in checkpoints.items():
-        if os.path.exists(os.path.join(path, card.CARD)):
-            if Path(path).resolve().is_relative_to(Path(run).resolve()):
-                read_text(os.path.join(path, card.CARD))
-                found[name] = path
-            else:
-                print(f"note    {path} is not in {run}: scores in its model card, if any, stay as they are")
-    return found
-
-
 def main():
     args = parse()
     register(args.register or ())
@@ -287,8 +270,8 @@ def main():
     described = {name: describe(path) for name, path in checkpoints.items()}
     started = begin(args, output, described)
     open_masks = {name: verify(path) for name, path in checkpoints.items()}
-    scored, settings = cards(checkpoints, args.run), settle(args)
-    tokenized, reference = tokenize(checkpoints, settings), next(iter(checkpoints))
+    settings, reference = settle(args), next(iter(checkpoints))
+    tokenized = tokenize(checkpoints, settings)
     comparable = compared.same_tokenizers(checkpoints, tokenized, settings)
     bos = bool(bos_prefix(tokenized[reference].tokenizer))
 
@@ -306,9 +289,10 @@ def main():
             plots.frontier(os.path.join(aside, PICTURE), rows, list(LAYOUTS), title)
         write_record(aside, record | {"arguments": record["arguments"] | {"bos": bos}})
     print(f"\n{shown}\n\nwrote   {output}")
-    for name, path in scored.items():
+    for name, path in checkpoints.items():
         pair = {key: without_speeds(results[key]) for key in (reference, name)}
-        if card.write_scores(path, scores(pair, settings.prompts, note)):
+        inside = Path(path).resolve().is_relative_to(Path(args.run).resolve())  # other cards stay as they are
+        if inside and card.write_scores(path, scores(pair, settings.prompts, note)):
             print(f"wrote   {os.path.join(path, card.CARD)}: scores")
             if settings.tasks == "hub" and settings.limit is None:
                 card.write_benchmarks(path, results[name]["tasks"], record["date"])

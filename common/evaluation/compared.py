@@ -166,11 +166,8 @@ def read_prompts(path: str | None) -> list[str]:
     """The lines of --prompts that are not empty."""
     if path is None:
         return []
-    try:
-        with open_text(path) as file:
-            prompts = [line.strip() for line in file if line.strip()]
-    except OSError as error:
-        raise UserError(f"--prompts {path}: cannot be read: {error.strerror}") from error
+    with open_text(path) as file:
+        prompts = [line.strip() for line in file if line.strip()]
     if not prompts:
         raise UserError(f"--prompts {path}: expected a prompt a line, found none")
     return prompts

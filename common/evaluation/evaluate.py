@@ -115,8 +115,8 @@ def cache_metrics(model, samples: list[Sample], reference: Predictions, caches) 
 
 @torch.no_grad()
 def layerwise_perplexity(layers, tokens: torch.Tensor, directory: str) -> dict[str, float]:
-    """Perplexity over tokens [n, T], with its standard error, of a model's Layers; hidden
-    states are in a file in `directory`.
+    """Perplexity over tokens [n, T], with its standard error, of a model's Layers; hidden states are in a
+    file in `directory`.
     """
     hidden = layers.embed(tokens.split(1), directory)
     total = layers.config.num_hidden_layers
@@ -226,9 +226,6 @@ def prompt_ids(prompts: list[str], tokenizer) -> list[list[int]]:
         except ValueError as error:
             raise UserError(f"{tokenizer.name_or_path}: a prompt by itself: {error}") from error
         rows.append(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not rows[-1]:
-            raise UserError(f"{tokenizer.name_or_path}: expected a chat template that renders a prompt, "
-                            "found one that renders nothing")
     return rows
 
 

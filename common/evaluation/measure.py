@@ -7,9 +7,8 @@ from common.evaluation import evaluate
 from common.evaluation.compared import ANSWER_TOKENS, Settings, Tokenized
 from common.models import proof
 from common.models.layers import Layers
-from common.models.load import describe, load_model, needs_several_gpus
+from common.models.load import load_model, needs_several_gpus
 from common.models.quantized_cache import BLOCK, has_blocks
-from common.run.errors import UserError
 from common.training.lines import TEXT
 
 
@@ -18,8 +17,7 @@ def measure_all(described: dict, tokenized: dict[str, Tokenized], comparable: se
     """The metrics of each checkpoint, by name, and the outcomes of all questions.
 
     described: name -> models.load.describe; the first is the reference. comparable: from same_tokenizers.
-    run: a directory for hidden states, layer by layer. Raises UserError for a checkpoint that changes
-    meanwhile.
+    run: a directory for hidden states, layer by layer.
     """
     results, outcomes, reference = {}, [], None
     for name, checkpoint in described.items():
@@ -32,10 +30,6 @@ def measure_all(described: dict, tokenized: dict[str, Tokenized], comparable: se
         results[name], answered, predictions = measure(name, checkpoint, tokenized[name], same, settings)
         reference = predictions if reference is None else reference
         outcomes += answered
-    for checkpoint in described.values():
-        path = checkpoint["path"]
-        if describe(path)["fingerprint"] != checkpoint["fingerprint"]:
-            raise UserError(f"{path}: changed while it was measured; run the same command again")
     return results, outcomes
 
 

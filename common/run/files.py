@@ -155,7 +155,8 @@ def locked(directory: str, name: str):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            raise UserError(f"{directory}: expected no {name} running there, found {file.read()}") from error
+            holder = file.read().strip() or "another process"
+            raise UserError(f"{directory}: expected no {name} running there, found {holder}") from error
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
