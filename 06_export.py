@@ -51,7 +51,7 @@ from common.run.artifact import (
     write_directory,
     write_record,
 )
-from common.run.errors import UserError, run_stage
+from common.run.errors import run_stage
 from common.run.flags import stage_parser
 from common.run.progress import Progress, peak_memory
 from common.training import checkpoints
@@ -95,11 +95,9 @@ def read_records(training: str | None, aligned: str) -> tuple[dict | None, dict]
 def chosen_weights(training: str, trained: dict) -> checkpoints.TrainedWeights:
     """The weights with the lowest held-out KL, or after training on tasks the last.
 
-    trained: the record of training. Raises UserError if the last are missing.
+    trained: the record of training, which names its checkpoints.
     """
-    saved, steps = checkpoints.saved_checkpoints(training), trained["summary"]["steps"]
-    if not saved or checkpoints.step_of(saved[-1]) != steps:
-        raise UserError(f"{training}: expected the checkpoint of step {steps}, found {saved}")
+    saved = checkpoints.saved_checkpoints(training)
     chosen = checkpoints.best(training) if trained["arguments"]["tasks"] == NONE else None
     weights = checkpoints.TrainedWeights(chosen or saved[-1])
     reason = "the lowest held-out KL of those kept" if chosen else "the last"

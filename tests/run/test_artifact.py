@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.models import calibration
 from common.run import artifact, errors, files
 from common.run.errors import Complete, UserError
 from runs import SMALL_MODEL, contents, valid_record
@@ -300,22 +299,6 @@ def test_inputs_are_identified_by_content(args):
     make(args, "other")
     with pytest.raises(UserError, match=r"its inputs: RUN/gqa\), found a different one; run 07"):
         artifact.check_input(record, str(path))
-
-
-def test_a_layer_of_another_calibration_is_refused(tmp_path):
-    """A calibration may be replaced while a stage reads it layer by layer."""
-    grams = torch.ones(10, 8, 8)  # of SMALL_MODEL's 4 kv heads
-    values = 2 * grams
-    for index in range(SMALL_MODEL["layers"]):
-        calibration.write_layer(str(tmp_path), index, {"key.raw": grams, "value.raw": values})
-    calibration.write_tokens(str(tmp_path), torch.zeros(2, 32))
-    artifact.write_record(str(tmp_path), valid_record("01_calibrate.py"))
-    opened = calibration.Calibration(str(tmp_path))
-    assert opened.tokens().shape == (2, 32)
-    assert opened.layer(0)["value.raw"].equal(values)
-    calibration.write_layer(str(tmp_path), 0, {"key.raw": grams, "value.raw": -values})
-    with pytest.raises(UserError, match="layer-00000.safetensors is not as it was written"):
-        opened.layer(0)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

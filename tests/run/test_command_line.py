@@ -128,13 +128,8 @@ BOUNDS = {  # type -> texts that it accepts, and texts that it refuses
     "non_negative": (f"0 7 {2**31 - 1}", f"-1 0.0 nan inf {2**31}"),
     "epochs": ("1e-3 2 1e6", "0 -1 1000001 1e300 inf nan"),
     "seed": (f"0 1 {2**63 - 1}", f"-1 {2**63} 0.5"),
-    "batch": ("1 1048576", "0 1048577 2147483647"),
     "positive_float": ("1e-300 0.5 7", "0 -0.5 x nan inf -inf 1e999"),
-    "non_negative_float": ("0 0.5 7", "-1e-300 nan inf"),
     "probability": ("0 0.5 1", "-1e-9 1.0000001 nan inf"),
-    "rate": ("1e-9 0.5 100", "9e-10 0 100.1 nan"),
-    "factor": ("1e-3 0.5 1000", "9e-4 0 1000.1 nan"),
-    "beta": ("0 0.9999", "-1e-9 0.99991 nan"),
 }
 
 
@@ -197,7 +192,7 @@ def test_ranks_alone_skip_the_interpreters_shutdown(monkeypatch):
 
 
 RANKS = """
-import os, signal, sys, time
+import sys, time
 import torch.distributed as dist
 from common.run.errors import UserError, run_stage
 from common.training.sharding import joined_ranks
@@ -209,8 +204,6 @@ def main():
             time.sleep(0 if ranks.rank else 2)
         if kind == "all" or kind == str(ranks.rank):
             raise UserError("the error")
-        if kind == "killed" and ranks.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
 run_stage(main)
@@ -221,7 +214,6 @@ run_stage(main)
 @pytest.mark.parametrize(("kind", "lines"), [
     ("all", ["error: the error"]),  # last on the first
     ("1", ["error: rank 1: the error"]),  # others wait for it
-    ("killed", []),
 ])
 def test_torchrun_shows_the_error(tmp_path, kind, lines):
     script = tmp_path / "stage.py"

@@ -110,5 +110,5 @@ def test_the_best_checkpoint_is_exported(finished_run, tmp_path):
         lines = [{"step": step, "heldout_kl": kl} for step, kl in measured.items()]
         (home / "train" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         for tasks, chosen in (("none", expected), ("hub", saved[-1])):
-            trained = {"summary": {"steps": saved[-1]}, "arguments": {"tasks": tasks}}
+            trained = {"arguments": {"tasks": tasks}}
             assert step_of(stage.chosen_weights(training, trained).path) == chosen
