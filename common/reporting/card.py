@@ -30,9 +30,11 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
     chat: whether its tokenizer has a chat template. License and language come from the source's own card, if
     it has one. 07_eval.py fills in the scores.
     """
-    source = alignment["model"]["name"]
-    on_hub, metadata = is_hub_name(source), _source_card(alignment["model"]["path"])
-    steps = _steps(alignment["summary"], training)
+    model, aligned = alignment["model"], alignment["summary"]
+    source, name = model["name"], os.path.basename(model["name"].rstrip("/"))
+    on_hub, metadata = is_hub_name(source), _source_card(model["path"])
+    trained = _training(training, export["summary"]) if training else {"tasks": False}
+    steps = _steps(aligned, training, trained)
     borrowed = [part for part in steps.values() if part]
     data = ModelCardData(
         base_model=source if on_hub else None,
@@ -42,14 +44,17 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
         pipeline_tag="text-generation",
         tags=["gqa", "kv-cache"] + [f"arxiv:{ARXIV}"] * bool(borrowed),
     )
-    facts = {"done": ", ".join(steps), "borrowed": borrowed, "paper": PAPER}
-    facts |= _model(alignment, export["summary"]) | _recipe(alignment, training, export)
-    facts["chat"], of_tasks = chat, facts.get("tasks")
-    # whether prompts are tokenized as they are, or with what the tokenizer adds to a text
-    facts["bare"] = not training["arguments"].get("bos") if of_tasks else chat
-    facts["license"] = markdown_text(str(data.get("license_name") or data.license or ""))
-    link = f"[{source}](https://huggingface.co/{source})" if on_hub else _code(os.path.basename(source))
-    card = ModelCard.from_template(data, template_path=TEMPLATE, source=link, **facts)
+    card = ModelCard.from_template(
+        data, template_path=TEMPLATE,
+        title=markdown_text(name.removesuffix(".gguf")),
+        source=f"[{source}](https://huggingface.co/{source})" if on_hub else _code(name),
+        license=markdown_text(data.get("license_name") or data.license or ""),
+        done=", ".join(steps), borrowed=borrowed, paper=PAPER, chat=chat,
+        # whether prompts are tokenized as they are, or with what the tokenizer adds to a text
+        bare=not training["arguments"].get("bos") if trained["tasks"] else chat,
+        model=model, aligned=aligned, groups=alignment["groups"], export=export, exported=export["summary"],
+        group=BY[aligned["by"]], merge=MERGES[aligned["merge"]], layouts=LAYOUTS,
+        trained=training and trained)
     card.save(os.path.join(directory, CARD))
 
 
@@ -84,10 +89,10 @@ def write_benchmarks(directory: str, tasks: dict[str, dict], date: str) -> None:
     write_text(os.path.join(directory, ".eval_results", "tasks.yaml"), yaml_dump(entries))
 
 
-def _steps(aligned: dict, training: dict | None) -> dict[str, str]:
+def _steps(aligned: dict, training: dict | None, trained: dict) -> dict[str, str]:
     """What was done, in order and in short -> which part of the paper's method that is, if any.
 
-    aligned: the summary of stage 4; training: the record of stage 5.
+    aligned: the summary of stage 4; training: the record of stage 5; trained: from _training.
     """
     group, merge = BY[aligned["by"]], MERGES[aligned["merge"]]
     steps = {group.done: "groups" if group.compared else ""}
@@ -99,8 +104,8 @@ def _steps(aligned: dict, training: dict | None) -> dict[str, str]:
     if training and training["summary"]["masks"] != "off":
         steps["merged gradually by L0 masks"] = "masks"
     if training:
-        facts = _data(training["arguments"])
-        steps[f"distilled from {facts['teacher']} on {facts['kinds']}"] = "prompts" if facts["tasks"] else ""
+        distilled = f"distilled from {trained['teacher']} on {trained['kinds']}"
+        steps[distilled] = "prompts" if trained["tasks"] else ""
     return steps
 
 
@@ -112,76 +117,38 @@ def _source_card(path: str) -> dict:
         return {}
 
 
-def _model(alignment: dict, exported: dict) -> dict[str, str]:
-    """Template fields that describe the checkpoint. alignment: the record of stage 4."""
-    source = alignment["model"]
-    value_bytes = 4 if exported["dtype"] == "torch.float32" else 2
-    bytes_per_head = 2 * source["layers"] * source["head_dim"] * value_bytes  # a key and a value per token
-    kv_heads, source_kv_heads = alignment["summary"]["kv_heads"], source["kv_heads"]
+def _training(training: dict, exported: dict) -> dict:
+    """What the card says of a training. training: its record; exported: the summary of stage 6."""
+    summary, arguments = training["summary"], training["arguments"]
+    steps, step, opened = summary["steps"], exported.get("step"), exported.get(OPEN_MASKS)
+    masks = MASKS[summary["masks"]].CARD if summary["masks"] in MASKS else MASKLESS
+    of_tasks = arguments["tasks"] != NONE
+    flags = {"chats": arguments["chat"], "text": arguments["text"]}
+    sources = {name: locations for name, locations in flags.items() if locations}
+    data = [f"the training sets of {len(arguments['only'])} tasks"] if of_tasks else []
+    data += [f"{name} ({', '.join(map(_source, locations))})" for name, locations in sources.items()]
+    kinds = ["tasks"] if of_tasks else []
+    kinds += [f"{'self-generated ' * all(map(is_generated, locations))}{name}"
+              for name, locations in sources.items()]
     return {
-        "title": markdown_text(os.path.basename(source["name"].rstrip("/")).removesuffix(".gguf")),
-        "architecture": exported["class"],
-        "fingerprint": _code(source["fingerprint"]),
-        "heads": source["heads"],
-        "kv_heads": kv_heads,
-        "plural": "s" if kv_heads > 1 else "",
-        "source_kv_heads": source_kv_heads,
-        "cache_bytes": f"{bytes_per_head * kv_heads:,}",
-        "source_cache_bytes": f"{bytes_per_head * source_kv_heads:,}",
-        "cache_share": f"{kv_heads / source_kv_heads:.1%}",
+        "tasks": of_tasks,
+        "data": ", ".join(data),
+        "kinds": " and ".join(kinds),
+        "teacher": "the untouched source" if arguments["teacher"] == SOURCE else "a fine-tuned teacher",
+        "steps": steps if step in (None, steps) else f"{step} of {steps}",
+        "masks": masks + (f"; {opened} masks had not closed when all were removed" if opened else ""),
+        "metrics": _heldout(summary, exported) or f"Last loss: {summary['loss']:.4f}.",
+        "summary": summary,
+        "seed": arguments["seed"],
     }
 
 
-def _recipe(alignment: dict, training: dict | None, export: dict) -> dict:
-    """Template fields that describe how it was made."""
-    aligned = alignment["summary"]
-    group = BY[aligned["by"]]
-    heads = "heads" if aligned["rotate"] == "none" else "heads, rotated by generalized Procrustes,"
-    limit, basis = aligned["key_context"], export["summary"].get("cache_basis")
-    context = f", keys for contexts of up to {limit} tokens" if limit else ""
-    refitted = f", then {REFITS[aligned['refit']]}" if aligned["refit"] else ""
-    return {
-        "grouping": group.card + (f" ({aligned['criterion']})" if group.compared else ""),
-        "merging": MERGES[aligned["merge"]].card.format(heads=heads) + context + refitted,
-        "perplexity_source": f"{aligned['perplexity_source']:.3f}",
-        "perplexity_merged": f"{aligned['perplexity_merged']:.3f}",
-        "versions": ", ".join(f"{name} {version}" for name, version in export["packages"].items()),
-        "commit": export["commit"],
-        "cache_layout": basis and f"{basis['layout']}: {LAYOUTS[basis['layout']]}",
-        "groups": alignment["groups"],
-        "trained": training is not None,
-    } | (_training(training["summary"], export["summary"]) | _data(training["arguments"]) if training else {})
-
-
-def _training(trained: dict, exported: dict) -> dict:
-    """Template fields that describe the training. trained, exported: the summaries of stages 5 and 6."""
+def _heldout(trained: dict, exported: dict) -> str:
+    """Held-out KLs before and after training, from the summaries of stages 5 and 6; "" without any."""
     before, after = heldout_kls(trained, f"{START}_"), heldout_kls(trained) | heldout_kls(exported)
     metrics = [f"on {kind} {kl:.4f} before, {after[kind]:.4f} after"
                + ("" if after[kind] < kl else ", which is no better") for kind, kl in before.items()]
-    step, opened = exported.get("step", trained["steps"]), exported.get(OPEN_MASKS)
-    masks = MASKS[trained["masks"]].CARD if trained["masks"] in MASKS else MASKLESS
-    return {
-        "steps": f"{step} of {trained['steps']}" if step != trained["steps"] else step,
-        "batch": trained["batch"],
-        "tokens": f"{trained['tokens']:,}",
-        "learning_rate": f"{trained['lr']:g}",
-        "masks": masks + (f"; {opened} masks had not closed when all were removed" if opened else ""),
-        "metrics": (f"KL to the teacher, on what was held out: {'; '.join(metrics)}." if metrics else
-                    f"Last loss: {trained['loss']:.4f}."),
-    }
-
-
-def _data(arguments: dict) -> dict[str, str | bool]:
-    """Template fields that say what it was trained on, and by which teacher. arguments: of stage 5."""
-    tasks, text, chats = (arguments.get(name) for name in ("tasks", "text", "chat"))
-    sources = [(name, locations) for name, locations in (("chats", chats), ("text", text)) if locations]
-    data = [f"the training sets of {len(arguments['only'])} tasks"] if tasks != NONE else []
-    data += [f"{name} ({', '.join(map(_source, locations))})" for name, locations in sources]
-    kinds = ["tasks"] * (tasks != NONE)
-    kinds += [f"{'self-generated ' * all(map(is_generated, locations))}{name}" for name, locations in sources]
-    teacher = "the untouched source" if arguments["teacher"] == SOURCE else "a fine-tuned teacher"
-    return {"data": ", ".join(data), "kinds": " and ".join(kinds), "tasks": tasks != NONE, "teacher": teacher,
-            "seed": arguments["seed"]}
+    return f"KL to the teacher, on what was held out: {'; '.join(metrics)}." if metrics else ""
 
 
 def _source(source: str) -> str:

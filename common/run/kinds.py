@@ -4,36 +4,31 @@ from typing import NamedTuple
 
 
 class MergeKind(NamedTuple):
-    """A way to merge. done: in short; whole_head: it changes W_Q and W_O, too."""
+    """A way to merge. done: in the card's words; whole_head: it changes W_Q and W_O, too."""
 
     help: str
-    card: str
     done: str
     whole_head: bool = False
 
 
 class GroupKind(NamedTuple):
-    """Scores by which heads are grouped. done: in short; compared: by a criterion, as in the paper."""
+    """Scores by which heads are grouped. done: in the card's words; compared: by a criterion of the paper."""
 
-    card: str
     done: str
     compared: bool = False
 
 
 CRITERION = ("cos", "dist")
-# kinds, by the values of flags, in words for --help or the model card
 BY = {
-    "none": GroupKind("adjacent heads", "adjacent heads grouped"),
-    "key": GroupKind("similarity of keys after alignment", "heads grouped by keys", True),
-    "value": GroupKind("similarity of values after alignment", "heads grouped by values", True),
-    "both": GroupKind("similarity of keys and values after alignment",
-                      "heads grouped by keys and values", True),
-    "energy": GroupKind("least energy lost by closed-form merging", "heads grouped by energy"),
+    "none": GroupKind("adjacent heads grouped"),
+    "key": GroupKind("heads grouped by keys", True),
+    "value": GroupKind("heads grouped by values", True),
+    "both": GroupKind("heads grouped by keys and values", True),
+    "energy": GroupKind("heads grouped by energy"),
 }
 MERGES = {
-    "mean": MergeKind("as in the paper", "the mean of the {heads} of a group", "averaged"),
-    "closed-form": MergeKind("the best shared heads", "the best shared head in closed form",
-                             "merged in closed form", True),
+    "mean": MergeKind("as in the paper", "averaged"),
+    "closed-form": MergeKind("the best shared heads", "merged in closed form", True),
 }
 REFITS = {
     "output": "each W_O refitted by least squares",
