@@ -86,7 +86,7 @@ def begin_stage(stage: str, args, *outputs: str, inputs: dict | None = None, loc
     """
     flags = within(args.run, {name: value for name, value in vars(args).items()
                               if name not in (*PATH_FLAGS, "force", "update")})
-    started = Started(stage, args, json.loads(json.dumps(flags)), inputs or {}, Clock())
+    started = Started(stage, args, flags, inputs or {}, Clock())
     if os.environ.get("RANK", "0") != "0":
         return started
     errors.cleanup.enter_context(locked(args.run, lock or os.path.basename(stage)))
@@ -359,9 +359,7 @@ def digest(path: str) -> str:
 
 
 def input_digests(run: str, paths: list[str]) -> dict[str, str]:
-    """The artifacts, as paths in records -> their digests, of those that there are: reading another says
-    what to do.
-    """
+    """Path as in records -> digest, of those artifacts that exist: reading another says what to do."""
     return {within(run, path): digest(path) for path in paths if os.path.exists(os.path.join(path, RECORD))}
 
 

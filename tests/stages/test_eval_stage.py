@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -68,17 +69,14 @@ def test_metrics_follow_from_the_answers_and_are_put_into_the_card(evaluation, i
     assert table in output and not (home / "first" / "README.md").exists()
 
 
-def test_answers_are_those_of_the_questions(evaluation, inputs):
-    home, _, _ = evaluation
-    outcomes = read_outcomes(home / "run")
+def test_answers_are_those_of_the_questions_that_were_drawn(evaluation, inputs):
+    outcomes = read_outcomes(evaluation[0] / "run")
     drawn = {row["question"] for row in outcomes}
     assert len(drawn) == 3 and drawn != {0, 1, 2}
     for row in outcomes:
-        with open(f"{inputs['tasks']}/{row['task']}.validation.jsonl") as file:
-            example = example_from_row(row["task"], json.loads(file.read().splitlines()[row["question"]]))
+        lines = Path(inputs["tasks"], f"{row['task']}.validation.jsonl").read_text().splitlines()
+        example = example_from_row(row["task"], json.loads(lines[row["question"]]))
         assert row["label"] == example.label and row["exact"] == (row["generated"] == example.answer)
-        assert len(row["likelihood_scores"]) == len(example.choices)
-        assert row["likelihood_choice"] == numpy.argmax(row["likelihood_scores"])
 
 
 @pytest.mark.slow
@@ -115,8 +113,7 @@ def test_without_tasks_there_are_text_answers_and_speed(evaluation, tmp_path):
 
 def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, tmp_path):
     checkpoint = shutil.copytree(inputs["model"], tmp_path / "model")
-    tasks, prompts, text = tmp_path / "tasks", tmp_path / "prompts.txt", tmp_path / "text.txt"
-    chats = tmp_path / "chats.jsonl"
+    tasks, prompts, text, chats = (tmp_path / name for name in ("tasks", "prompts", "t.txt", "c.jsonl"))
     tasks.mkdir()
     shutil.copy(f"{inputs['tasks']}/boolq.validation.jsonl", tasks)
     shutil.copy(inputs["text"], text)
