@@ -96,7 +96,8 @@ def picture(home: str, name: str) -> str:
 
 def metric_tables(record: dict) -> list[str]:
     """Tables of a record's metrics: of single values, and of what each layer has, as columns."""
-    metrics = flatten(record["summary"]) | {name: record[name] for name in record if name == "groups"}
+    metrics = flatten(record["summary"])
+    metrics |= {"groups": record["groups"]} if "groups" in record else {}
     layers = {name: values for name, values in metrics.items()
               if isinstance(values, list) and len(values) == record["model"]["layers"]}
     tables = [values_table({name: value for name, value in metrics.items() if name not in layers})]
@@ -125,8 +126,6 @@ def cell(value) -> str:
     if isinstance(value, list):
         nested = any(isinstance(item, list) for item in value)
         return (" | " if nested else " ").join(map(cell, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {cell(item)}" for name, item in value.items())
     return value[:12] if isinstance(value, str) and DIGEST.fullmatch(value) else str(value)
 
 
