@@ -185,12 +185,9 @@ class StageParser(Parser):
 
     def parse_args(self, args=None, namespace=None):
         options, unknown = self.parse_known_args(args, namespace)
-        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-        if flags:
-            faults = " and ".join(f"unknown flag {flag}{suggest(flag, self.flags)}" for flag in flags)
-            self.error(f"{faults} (--help lists all)")
         if unknown:
-            self.error(f"expected flags, found {' '.join(unknown)} (--help lists all)")
+            flag = unknown[0].partition("=")[0]
+            self.error(f"unknown flag {flag}{suggest(flag, self.flags)} (--help lists all)")
         return options
 
 

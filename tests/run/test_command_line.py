@@ -96,10 +96,8 @@ def test_help_is_a_page_of_a_manual(monkeypatch):
 
 
 MISTAKES = {
-    "--kv-head 4": "unknown flag --kv-head; did you mean --kv-heads? (--help lists all)",
-    "--inptu a.txt --zzz": "unknown flag --inptu; did you mean --input? and unknown flag --zzz (--help lists "
-                           "all)",
-    "here there": "expected flags, found here there (--help lists all)",
+    "--inptu=a.txt --zzz": "unknown flag --inptu; did you mean --input? (--help lists all)",
+    "here there": "unknown flag here (--help lists all)",
     "--by vlaue": "--by: expected one of none, value, found vlaue; did you mean value?",
     "--kv-heads -1": "--kv-heads: expected a whole number from 1 to 2^31 - 1, found -1",
     "--lr=-inf": "--lr: expected a finite number above 0, found -inf",
