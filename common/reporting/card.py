@@ -27,18 +27,19 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
     """Write README.md to `directory`, a checkpoint.
 
     alignment, training, export: the records of stages 4, 5 and 6; training is None for merged/ as it is.
-    chat: whether its tokenizer has a chat template. License and language come from the source's own card, if
-    it has one. 07_eval.py fills in the scores.
+    chat: whether its tokenizer has a chat template. License, language, and a base model where the source is
+    no hub repository, come from the source's own card, if it has one. 07_eval.py fills in the scores.
     """
     model, aligned = alignment["model"], alignment["summary"]
     source, name = model["name"], os.path.basename(model["name"].rstrip("/"))
     on_hub, metadata = is_hub_name(source), _source_card(model["path"])
+    base = source if on_hub else metadata.get("base_model")
     trained = _training(training, export["summary"]) if training else {"tasks": False}
     steps = _steps(aligned, training, trained)
     borrowed = [part for part in steps.values() if part]
     data = ModelCardData(
-        base_model=source if on_hub else None,
-        base_model_relation="finetune" if on_hub else None,  # the hub's word for other weights, no fewer bits
+        base_model=base,
+        base_model_relation="finetune" if base else None,  # the hub's word for other weights, no fewer bits
         **{name: metadata.get(name) for name in ("language", "license", "license_name", "license_link")},
         library_name="transformers",
         pipeline_tag="text-generation",

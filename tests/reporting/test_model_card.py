@@ -106,10 +106,10 @@ OTHER = {"license": "other", "license_name": "acme-community", "license_link": "
 
 @pytest.mark.parametrize(("name", "given", "shown"), [  # given: metadata of the source's own card
     ("acme/toy", {}, ""),
-    ("/models/toy", {"license": "apache-2.0", "language": "de"}, "apache-2.0"),
+    ("/models/toy", {"license": "apache-2.0", "language": "de", "base_model": "some/Base"}, "apache-2.0"),
     ("acme/toy", OTHER, "acme-community"),
 ])
-def test_the_license_is_the_sources_and_a_hub_model_the_base_model(name, given, shown, tmp_path, records):
+def test_license_and_base_model_are_those_of_the_sources_card(name, given, shown, tmp_path, records):
     records[0]["model"] |= {"name": name, "path": str(tmp_path / "source")}
     if given:
         (tmp_path / "source").mkdir()
@@ -118,6 +118,6 @@ def test_the_license_is_the_sources_and_a_hub_model_the_base_model(name, given, 
     sentence = f" ({shown})." if shown else ", which came without a card that names it."
     assert f"Its license is the source's{sentence}" in words(write(tmp_path, records))
     data = ModelCard.load(tmp_path / "README.md", ignore_metadata_errors=False).data.to_dict()
-    base = {"base_model": name, "base_model_relation": "finetune"} if name == "acme/toy" else {}
-    assert data == base | given | {"library_name": "transformers", "pipeline_tag": "text-generation",
+    base = {"base_model": given.get("base_model", name), "base_model_relation": "finetune"}
+    assert data == given | base | {"library_name": "transformers", "pipeline_tag": "text-generation",
                                    "tags": ["gqa", "kv-cache", "arxiv:2412.20677"]}
