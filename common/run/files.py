@@ -59,7 +59,7 @@ def write_file(path: str):
         sync(aside)
         os.rename(aside, path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{path}: cannot be written: {error}".replace(aside, path)) from error
     finally:
         with contextlib.suppress(OSError):
             os.remove(aside)
