@@ -337,11 +337,10 @@ def find_fault(path: str, record: dict) -> str | None:
 
 def is_as_stamped(file: str, expected: dict) -> bool:
     """Whether a file has the size of an earlier stamp and, if that has a sha256, its time or this sha256."""
-    status = os.stat(file)
-    same = status.st_size == expected["size"]
-    if not same or "sha256" not in expected or status.st_mtime_ns == expected["time"]:
-        return same
-    return sha256(file) == expected["sha256"]
+    if os.path.getsize(file) != expected["size"] or "sha256" not in expected:
+        return os.path.getsize(file) == expected["size"]
+    remember({file: expected})
+    return stamp(file)["sha256"] == expected["sha256"]
 
 
 def read_tensors(directory: str, name: str, record: dict) -> dict:

@@ -1,6 +1,5 @@
 """Progress of a loop: a bar on a terminal, elsewhere a plain line a minute; seconds and memory of a stage."""
 
-import datetime
 import os
 import resource
 import sys
@@ -12,7 +11,7 @@ INTERVAL = 60  # seconds between two lines
 
 
 class Progress(tqdm):
-    """tqdm on rank 0; its lines off a terminal read "calibrating: 40/120 batch, 33 %, ETA 0:02:10"."""
+    """tqdm on rank 0; its lines off a terminal read "calibrating:  33% 40/120 [01:04<02:10,  1.6s/batch]"."""
 
     def __init__(self, iterable=None, desc="", total=None, unit="it", **options):
         first, terminal = os.environ.get("RANK", "0") == "0", sys.stderr.isatty()
@@ -33,15 +32,10 @@ class Progress(tqdm):
             return
         self.n += n
         now = time.monotonic()
-        if now - self.last_line < INTERVAL:
-            return
-        self.last_line = now
-        if self.total:
-            left = datetime.timedelta(seconds=round((now - self.start) * (self.total / self.n - 1)))
-            state = f"{self.n:,}/{self.total:,} {self.unit}, {100 * self.n / self.total:.0f} %, ETA {left}"
-        else:
-            state = f"{self.n:,} {self.unit}"
-        print(f"{self.desc}: {state}", file=sys.stderr, flush=True)
+        if now - self.last_line >= INTERVAL:
+            self.last_line = now
+            line = self.format_meter(self.n, self.total, now - self.start, 0, self.desc, unit=self.unit)
+            print(line, file=sys.stderr, flush=True)
 
 
 def peak_memory() -> float:

@@ -229,15 +229,17 @@ def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch, capsys):
     for _ in Progress(range(1200), desc="calibrating", unit="batch"):
         now += 0.25
     assert capsys.readouterr().err.splitlines() == [
-        "calibrating: 240/1,200 batch, 20 %, ETA 0:04:00", "calibrating: 480/1,200 batch, 40 %, ETA 0:03:00",
-        "calibrating: 720/1,200 batch, 60 %, ETA 0:02:00", "calibrating: 960/1,200 batch, 80 %, ETA 0:01:00",
-        "calibrating: 1,200/1,200 batch, 100 %, ETA 0:00:00"]
+        "calibrating:  20% 240/1200 [01:00<04:00,  4.00batch/s]",
+        "calibrating:  40% 480/1200 [02:00<03:00,  4.00batch/s]",
+        "calibrating:  60% 720/1200 [03:00<02:00,  4.00batch/s]",
+        "calibrating:  80% 960/1200 [04:00<01:00,  4.00batch/s]",
+        "calibrating: 100% 1200/1200 [05:00<00:00,  4.00batch/s]"]
     with Progress(desc="tokenizing", unit="tok", leave=False) as bar:
         for count in (500, 1500, 70):
             now += 50
             bar.update(count)
             bar.set_postfix(loss=1)
-    assert capsys.readouterr().err == "tokenizing: 2,000 tok\n"
+    assert capsys.readouterr().err == "tokenizing: 2000tok [01:40, 20.00tok/s]\n"
 
 
 def test_the_name_that_is_nearest_or_begins_so_is_suggested():
