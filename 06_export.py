@@ -77,17 +77,17 @@ def parse():
     return parser.parse_args()
 
 
-def read_records(training: str | None, aligned: str) -> tuple[dict | None, dict]:
-    """The records of train/, None for an untrained export, and of aligned/, then merged/ itself.
+def read_records(training: str | None, source: str) -> tuple[dict | None, dict]:
+    """The records of train/, None for an untrained export, and of `source`: aligned/, or then merged/.
 
     Raises UserError unless they are intact and the student was trained from this aligned/.
     """
-    alignment = read_record(aligned, "04_align.py")
-    verify_files(aligned, alignment)
+    alignment = read_record(source, "04_align.py")
+    verify_files(source, alignment)
     if training is None:
         return None, alignment
     trained = read_record(training, "05_prune_train.py")
-    check_input(trained, aligned)
+    check_input(trained, source)
     verify_files(training, trained)
     return trained, alignment
 
@@ -193,9 +193,9 @@ def check_export(directory: str, expected: list[torch.Tensor], tokens: torch.Ten
 @torch.no_grad()
 def main():
     args = parse()
-    names = (flags.named("train", args.name), "aligned", "merged", flags.named("gqa", args.name))
-    training, aligned, merged, output = (os.path.join(args.run, name) for name in names)
-    training, source = (None, merged) if args.untrained else (training, aligned)
+    source = os.path.join(args.run, "merged" if args.untrained else "aligned")
+    training = None if args.untrained else os.path.join(args.run, flags.named("train", args.name))
+    output = os.path.join(args.run, flags.named("gqa", args.name))
     calibration = calibration_of(args.run, source) if args.cache_basis else None
     read = [path for path in (training, source, calibration) if path]
     started = begin_stage("06_export.py", args, output, inputs=input_digests(args.run, read))
@@ -206,7 +206,7 @@ def main():
     layout, dtype = usable_layout(args.cache_basis, config), weight_dtype(args.dtype, config)
     weights = chosen_weights(training, trained) if trained else None
     # in another basis float32 rounds other products: in float64 only the weights' rounding is seen
-    layers = Layers(weights.path if trained else merged, torch.float64 if layout else torch.float32, "cpu",
+    layers = Layers(weights.path if trained else source, torch.float64 if layout else torch.float32, "cpu",
                     layerwise=True, config=config, weights=weights)
     tokens = torch.randint(config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
     with write_directory(output) as aside:

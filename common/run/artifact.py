@@ -214,8 +214,13 @@ def take_name(aside: str, path: str) -> None:
     record = read_json(os.path.join(path, RECORD))
     again = isinstance(record, dict) and record.get("stage") not in KEPT and is_exact(path, record)
     old = beside(path, REMOVED) if again else free_name(path)
-    os.rename(path, old)
-    os.rename(aside, path)
+    try:
+        os.rename(path, old)
+        os.rename(aside, path)
+    except BaseException:  # interrupted in between
+        if not os.path.lexists(path):
+            os.rename(old, path)
+        raise
     if again:
         shutil.rmtree(old)
     else:

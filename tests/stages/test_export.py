@@ -3,7 +3,6 @@
 import importlib
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -79,17 +78,6 @@ def test_merged_is_exported_as_it_is(finished_run, tmp_path):
     assert merged.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in merged.items())
     assert "was not trained after merging" in (home / "gqa-merged" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("name, kv_heads", [("teacher", 8), ("aligned", 8), ("merged", 2), ("gqa", 2)])
-def test_what_is_beside_the_weights_is_the_sources(finished_run, inputs, name, kv_heads):
-    """The same keys but for the heads, with those that older releases read; the same tokenizer files."""
-    source, made = Path(inputs["model"]), finished_run / name
-    expected, written = (json.loads((path / "config.json").read_text()) for path in (source, made))
-    older = {"rope_theta": 10000.0, "rope_scaling": None, "torch_dtype": "float32"}
-    assert written == expected | older | {"num_key_value_heads": kv_heads}
-    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (made / file).read_bytes() == (source / file).read_bytes()
 
 
 @pytest.mark.parametrize("name, expected", [("org/Model-7b", "org/Model-7b"), ("/home/me/Model", "Model")])
