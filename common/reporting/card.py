@@ -34,8 +34,8 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
     source, name = model["name"], os.path.basename(model["name"].rstrip("/"))
     on_hub, metadata = is_hub_name(source), _source_card(model["path"])
     base = source if on_hub else metadata.get("base_model")
-    trained = _training(training, export["summary"]) if training else {"tasks": False}
-    steps = _steps(aligned, training, trained)
+    trained = training and _training(training, export["summary"])
+    steps = _steps(aligned, trained)
     borrowed = [part for part in steps.values() if part]
     data = ModelCardData(
         base_model=base,
@@ -52,10 +52,9 @@ def write(directory: str, alignment: dict, training: dict | None, export: dict, 
         license=markdown_text(data.get("license_name") or data.license or ""),
         done=", ".join(steps), borrowed=borrowed, paper=PAPER, chat=chat,
         # whether prompts are tokenized as they are, or with what the tokenizer adds to a text
-        bare=not training["arguments"].get("bos") if trained["tasks"] else chat,
+        bare=not training["arguments"].get("bos") if trained and trained["tasks"] else chat,
         model=model, aligned=aligned, groups=alignment["groups"], export=export, exported=export["summary"],
-        group=BY[aligned["by"]], merge=MERGES[aligned["merge"]], layouts=LAYOUTS,
-        trained=training and trained)
+        group=BY[aligned["by"]], merge=MERGES[aligned["merge"]], layouts=LAYOUTS, trained=trained)
     card.save(os.path.join(directory, CARD))
 
 
@@ -90,10 +89,10 @@ def write_benchmarks(directory: str, tasks: dict[str, dict], date: str) -> None:
     write_text(os.path.join(directory, ".eval_results", "tasks.yaml"), yaml_dump(entries))
 
 
-def _steps(aligned: dict, training: dict | None, trained: dict) -> dict[str, str]:
+def _steps(aligned: dict, trained: dict | None) -> dict[str, str]:
     """What was done, in order and in short -> which part of the paper's method that is, if any.
 
-    aligned: the summary of stage 4; training: the record of stage 5; trained: from _training.
+    aligned: the summary of stage 4; trained: from _training.
     """
     group, merge = BY[aligned["by"]], MERGES[aligned["merge"]]
     steps = {group.done: "groups" if group.compared else ""}
@@ -102,9 +101,9 @@ def _steps(aligned: dict, training: dict | None, trained: dict) -> dict[str, str
     steps[merge.done] = ""
     if aligned["refit"]:
         steps[REFITS[aligned["refit"]]] = ""
-    if training and training["summary"]["masks"] != "off":
+    if trained and trained["summary"]["masks"] != "off":
         steps["merged gradually by L0 masks"] = "masks"
-    if training:
+    if trained:
         distilled = f"distilled from {trained['teacher']} on {trained['kinds']}"
         steps[distilled] = "prompts" if trained["tasks"] else ""
     return steps
