@@ -290,9 +290,10 @@ def main():
         write_record(aside, record | {"arguments": record["arguments"] | {"bos": bos}})
     print(f"\n{shown}\n\nwrote   {output}")
     for name, path in checkpoints.items():
+        if not Path(path).resolve().is_relative_to(Path(args.run).resolve()):
+            continue  # its card, if any, stays as it is
         pair = {key: without_speeds(results[key]) for key in (reference, name)}
-        inside = Path(path).resolve().is_relative_to(Path(args.run).resolve())  # other cards stay as they are
-        if inside and card.write_scores(path, scores(pair, settings.prompts, note)):
+        if card.write_scores(path, scores(pair, settings.prompts, note)):
             print(f"wrote   {os.path.join(path, card.CARD)}: scores")
             if settings.tasks == "hub" and settings.limit is None:
                 card.write_benchmarks(path, results[name]["tasks"], record["date"])
