@@ -129,7 +129,7 @@ class KeyChannelLayer(DynamicLayer):
 class KeyChannelCache(DynamicCache):
     """A cache for one batch. It switches the model to the attention below: plain sdpa with any other cache.
 
-    Raises UserError for arguments out of range, and when every layer of the model has a sliding window.
+    Raises UserError for a ratio or selector that there is not, and where every layer has a sliding window.
     """
 
     def __init__(
@@ -144,9 +144,6 @@ class KeyChannelCache(DynamicCache):
         if not 0 <= ratio < 1 or select not in SELECTORS:
             raise UserError(f"key channels: expected 0 <= ratio < 1 and select in {list(SELECTORS)}, "
                             f"found {ratio}, {select!r}")
-        if recent < 0 or observed < 1 or (prompt is not None and prompt < 1):
-            raise UserError(f"key channels: expected recent >= 0, observed >= 1, prompt >= 1 or None, "
-                            f"found {recent}, {observed}, {prompt}")
         super().__init__(config=model.config)
         self.require_prunable(model.config)
         for index, layer in enumerate(self.layers):

@@ -13,7 +13,7 @@ share lambda of the prompt's key channels is removed. The command measures the o
 relative to the squared scores; the error of the attention output for the continuation's queries, layer by
 layer in the unpruned model; and with the pruned cache in all layers (cache.py) the continuation's perplexity,
 the bytes in the cache after the prompt, and the time of prefill and decoding over a plain cache's, for one
-sequence. At lambda = 0 the logits must equal the plain cache's bit for bit.
+sequence.
 
 --premises measures instead, by key head in the unpruned model: whether few channels are large, by the share
 of the keys' energy |k_i|^2 and of the scores' |q_i|^2 |k_i|^2 in the largest tenth, quarter and half of them;
@@ -37,7 +37,7 @@ from transformers.masking_utils import sdpa_mask
 
 from common.data.demo import DEMO, resolve_model
 from common.data.documents import EVALUATION, EXPECTED
-from common.data.text import load_tokens
+from common.data.text import load_tokens, sequence_length
 from common.models.families import geometry
 from common.models.load import describe, fingerprint, load_config, load_model, load_tokenizer, pick_device
 from common.reporting.plots import drawing
@@ -48,13 +48,12 @@ from common.run.files import write_text
 from common.run.flags import device as device_flag
 from common.run.flags import non_negative, positive, probability, stage_parser
 from common.run.progress import Progress
-from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, by_key_head, cached_bytes
+from related.keychannels.cache import ATTENTION, KeyChannelCache, KeyChannelLayer, by_key_head, cached_bytes
 from related.keychannels.channels import SELECTORS, exact, interactions, objective, removed_count
 
 STAGE = "related/keychannels/measure.py"
 PLAIN = None  # in the place of a choice (lambda, selector): the plain cache
 OTHERS = tuple(name for name in SELECTORS if name != "think")
-UNPRUNED = (0.0, "greedy+swap")  # the choice that removes nothing
 EXACT_SIZE = 16  # largest head size at which all sets of channels are enumerated
 EQUAL = 1e-9  # relative difference below which two objectives count as the same
 CHOICE_COLUMNS = ("lambda", "channels kept", "selector", "objective", "vs think",
@@ -99,20 +98,16 @@ def parse():
 
 def check(args, path: str) -> None:
     """Raise UserError for numbers that fit neither each other nor a checkpoint, or without keys to prune."""
-    config, prompt, length = load_config(path), args.prompt, args.prompt + args.continuation
+    config, length, fewest = load_config(path), args.prompt + args.continuation, 1 if args.premises else 2
     KeyChannelCache.require_prunable(config)
-    size, longest = geometry(config).head_dim, config.max_position_embeddings
-    least, room = (1, prompt - 1) if args.premises else (2, prompt)
-    if length > longest:
-        raise UserError(f"--prompt and --continuation: expected at most the {longest} positions of {path}, "
-                        f"found {length}")
-    for flag, number in (("--sequences", args.sequences), ("--continuation", args.continuation)):
-        if number < least:
-            raise UserError(f"{flag}: expected at least {least}, found {number}")
-    if args.observed > room:
-        raise UserError(f"--observed: expected at most {room} of --prompt {prompt}, found {args.observed}")
-    if args.recent >= prompt and not args.premises:
-        raise UserError(f"--recent: expected less than --prompt {prompt}, found {args.recent}")
+    sequence_length(length, length, config.max_position_embeddings, flag="--prompt and --continuation")
+    if args.sequences < fewest or args.continuation < 2:
+        raise UserError(f"--sequences and --continuation: expected at least {fewest} and 2, found "
+                        f"{args.sequences} and {args.continuation}")
+    if max(args.observed, args.recent) >= args.prompt:
+        raise UserError(f"--observed and --recent: expected less than --prompt {args.prompt}, found "
+                        f"{args.observed} and {args.recent}")
+    size = geometry(config).head_dim
     for ratio in args.ratios:
         if not 0 < removed_count(ratio, size) < size:
             raise UserError(f"--ratios: expected to remove 1 to {size - 1} of the {size} channels of {path}, "
@@ -200,18 +195,20 @@ def summarize(args, effects: list[dict]) -> dict[tuple[float, str], dict]:
 
 def new_cache(args, model, choice):
     """An empty cache: pruning for a choice (lambda, selector), else plain. The same attention reads both."""
-    pruning = KeyChannelCache(model, *(choice or UNPRUNED), args.recent, args.observed, args.prompt)
-    return DynamicCache(config=model.config) if choice is PLAIN else pruning
+    model.set_attn_implementation(ATTENTION)
+    if choice is PLAIN:
+        return DynamicCache(config=model.config)
+    return KeyChannelCache(model, *choice, args.recent, args.observed, args.prompt)
 
 
 @torch.no_grad()
-def continue_prompt(args, model, tokens, choice) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Logits [n, continuation, vocab], losses of texts [n] in nats, bytes in the cache after the prompt."""
+def continue_prompt(args, model, tokens, choice) -> tuple[torch.Tensor, int]:
+    """Losses of texts [n] on their continuation, in nats, and bytes in the cache after the prompt."""
     cache, (prompt, rest) = new_cache(args, model, choice), tokens.tensor_split((args.prompt,), 1)
     model(prompt, past_key_values=cache, logits_to_keep=1)
     size, logits = cached_bytes(cache), model(rest, past_key_values=cache).logits
     losses = F.cross_entropy(logits[:, :-1].double().transpose(1, 2), rest[:, 1:], reduction="none").mean(1)
-    return logits, losses.cpu(), size
+    return losses.cpu(), size
 
 
 def compare_losses(loss: torch.Tensor, plain: torch.Tensor, think: torch.Tensor) -> dict[str, float]:
@@ -240,15 +237,13 @@ def fastest_times(args, model, row: torch.Tensor) -> dict:
 
 def measure(args, path: str, model, tokens: torch.Tensor) -> dict:
     """Metrics of every choice for one checkpoint. tokens: [texts, prompt + continuation]."""
-    effects, losses, sizes, same, rows = [], {}, {}, True, []
+    effects, losses, sizes, rows = [], {}, {}, []
     for batch in Progress(tokens.split(args.batch), desc=os.path.basename(path), unit="batch", leave=False):
         watch_attention(model, batch, lambda *states: effects.append(head_effects(args, *states)))
         for choice in (PLAIN, *choices(args)):
-            logits, loss, size = continue_prompt(args, model, batch, choice)
+            loss, size = continue_prompt(args, model, batch, choice)
             losses.setdefault(choice, []).append(loss)
             sizes[choice] = sizes.get(choice, 0) + size
-            if choice is PLAIN:
-                same &= torch.equal(logits, continue_prompt(args, model, batch, UNPRUNED)[0])
     losses = {choice: torch.cat(parts) for choice, parts in losses.items()}
     times, summary = fastest_times(args, model, tokens[0]), summarize(args, effects)
     description = describe(path)
@@ -260,7 +255,7 @@ def measure(args, path: str, model, tokens: torch.Tensor) -> dict:
                     | compare_losses(losses[choice], losses[PLAIN], losses[ratio, "think"])
                     | {"cache_bytes": sizes[choice] // len(tokens), "prefill_over_plain": prefill,
                        "decode_over_plain": decode})
-    return {"model": description, "texts": len(tokens), "rows": rows, "same_bits_at_0": same,
+    return {"model": description, "texts": len(tokens), "rows": rows,
             "perplexity": math.exp(losses[PLAIN].mean()), "cache_bytes": sizes[PLAIN] // len(tokens),
             "decode_ms_per_token": 1000 * times[PLAIN][1]}
 
@@ -282,13 +277,11 @@ def tables(metrics: dict) -> str:
                      f"{row['loss_over_plain']:+.4f} ± {row['loss_over_plain_stderr']:.4f}", lower,
                      f"{row['cache_bytes'] / 1024:.1f} KiB", f"{row['cache_bytes'] / plain:.3f}",
                      f"{row['prefill_over_plain']:.2f}", f"{row['decode_over_plain']:.2f}"))
-    equal = "equal" if metrics["same_bits_at_0"] else "DO NOT EQUAL"
     return "\n\n".join((
         f"### {model['path']}: {model['heads']} heads, {model['kv_heads']} key heads of {model['head_dim']} "
         f"channels",
         f"{rows[0]['heads']} choices (layers x key heads x texts); objective and output error are relative.",
         markdown_table(CHOICE_COLUMNS, chosen),
-        f"At lambda = 0 the logits {equal} the plain cache's, bit for bit. "
         f"The plain cache decodes a token in {metrics['decode_ms_per_token']:.2f} ms.",
         markdown_table(USE_COLUMNS, used)))
 
@@ -320,9 +313,8 @@ def closing_line(results: dict[str, dict], select: str) -> str:
     rows = [row for metrics in results.values() for row in metrics["rows"] if row["select"] == select]
     lower, higher, above, heads = (sum(row[name] for row in rows) for name in (
         "lower_than_think", "higher_than_think", "above_another", "heads"))
-    same = all(metrics["same_bits_at_0"] for metrics in results.values())
     return (f"{select} below think on {lower} of {heads} choices, above on {higher}, above any other on "
-            f"{above}; lambda = 0 equals the plain cache bit for bit: {same}")
+            f"{above}")
 
 
 def largest_shares(energy: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -15,12 +15,9 @@ def draw(*shape, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def random_text(length: int, seed: int) -> list[int]:
-    return torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def texts(*lengths: int) -> list[list[int]]:
-    return [random_text(length, seed) for seed, length in enumerate(lengths)]
+def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    return [torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(seed + row)).tolist()
+            for row, length in enumerate(lengths)]
 
 
 def states(model, tokens: torch.Tensor) -> list[list]:

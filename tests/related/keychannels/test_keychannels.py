@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from common.run.errors import UserError
-from key_models import MODELS, draw, random_text, states, texts
+from key_models import MODELS, draw, states, texts
 from models import tiny_model
 from related.keychannels import channels
 from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, cached_bytes
@@ -63,15 +63,12 @@ def test_selectors_by_definition(count):
         assert cost(matrix, by_name["greedy+swap"][head]) <= lowest + 1e-9
 
 
-@pytest.mark.parametrize("count", [2, 4, 6])
-def test_swaps_end_where_none_helps_and_never_beat_the_best_of_all_sets(count):
+def test_swaps_end_where_none_helps_and_the_best_of_all_sets_is_found():
     matrices = weights(heads=40)
-    best, swapped = exact(matrices, count), SELECTORS["greedy+swap"](matrices, matrices, count)
-    lowest, ours = objective(matrices, best), objective(matrices, swapped)
-    assert (ours < objective(matrices, greedy(matrices, count)) * 0.999).any()
-    assert (ours >= lowest - 1e-9).all()
+    best, swapped = exact(matrices, 4), SELECTORS["greedy+swap"](matrices, matrices, 4)
+    assert (objective(matrices, swapped) < objective(matrices, greedy(matrices, 4)) * 0.999).any()
     for matrix, optimum, chosen in zip(matrices, sets(best), sets(swapped), strict=True):
-        costs = [cost(matrix, members) for members in itertools.combinations(range(8), count)]
+        costs = [cost(matrix, members) for members in itertools.combinations(range(8), 4)]
         assert cost(matrix, optimum) == pytest.approx(min(costs))
         for out, into in itertools.product(chosen, set(range(8)) - chosen):
             assert cost(matrix, chosen - {out} | {into}) >= cost(matrix, chosen) - 1e-9
@@ -90,32 +87,27 @@ def test_a_good_start_from_think_is_not_lost():
 
 def test_a_swap_within_rounding_is_not_made():
     """Two channels of equal cost would otherwise change places for ever."""
-    for scale in (1e-6, 1.0, 1e6):
-        matrix = torch.diag_embed(scale * torch.tensor([[1.0, 1.0 - 1e-15]], dtype=torch.float64))
-        assert sets(channels.swap(matrix, torch.tensor([[True, False]]))) == [{0}]
+    matrix = torch.diag_embed(torch.tensor([[1e6, 1e6 * (1 - 1e-15)]], dtype=torch.float64))
+    assert sets(channels.swap(matrix, torch.tensor([[True, False]]))) == [{0}]
 
 
 def test_removed_count_rounds_the_kept_channels_down():
-    counts = [channels.removed_count(ratio, 16) for ratio in (0, 0.3, 0.4, 0.5, 0.6, 0.7)]
-    assert counts == [0, 5, 7, 8, 10, 12]
+    assert [channels.removed_count(ratio, 16) for ratio in (0, 0.3, 0.4, 0.5)] == [0, 5, 7, 8]
     assert channels.removed_count(0.9, 10) == 9  # 1 - 0.9 is a little less than 0.1
 
 
 def batch_of(texts: list[list[int]]) -> dict:
     """Texts as one batch, padded on the left."""
     longest = max(map(len, texts))
-    padding = [longest - len(text) for text in texts]
-    ids = [[9] * pad + text for pad, text in zip(padding, texts, strict=True)]
-    mask = [[0] * pad + [1] * len(text) for pad, text in zip(padding, texts, strict=True)]
+    ids = [[9] * (longest - len(text)) + text for text in texts]
+    mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-def second_prompt(first: dict, length: int, seed: int = 7) -> dict:
+def second_prompt(first: dict, length: int) -> dict:
     """A second prompt after the first, a different one for each sample."""
-    rows = len(first["input_ids"])
-    ids = torch.tensor([random_text(length, seed + row) for row in range(rows)])
-    mask = torch.cat((first["attention_mask"], torch.ones(rows, length, dtype=torch.long)), 1)
-    return {"input_ids": ids, "attention_mask": mask}
+    ids = torch.tensor(texts(*[length] * len(first["input_ids"]), seed=7))
+    return {"input_ids": ids, "attention_mask": torch.cat((first["attention_mask"], ids >= 0), 1)}
 
 
 @torch.no_grad()
@@ -143,17 +135,19 @@ def zeroed_twin(model, batch: dict, pruned) -> DynamicCache:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("select", SELECTORS)
-def test_pruned_cache_equals_a_plain_one_with_zeroed_channels(name, select):
-    model = tiny_model(**MODELS[name])
-    batch = batch_of(texts(20, 13, 6))
-    pruned, whole = prefilled(model, batch, select=select), DynamicCache(config=model.config)
+def test_pruned_cache_equals_a_plain_one_with_zeroed_channels(name):
+    """After a second prompt and, with the samples in another order as by a beam search, a token, too."""
+    model, batch = tiny_model(**MODELS[name]), batch_of(texts(20, 13, 6))
+    pruned, whole = prefilled(model, batch), DynamicCache(config=model.config)
     twin, second = zeroed_twin(model, batch, pruned), second_prompt(batch, 8)
     logits(model, batch, whole)
     result = logits(model, second, pruned)
     torch.testing.assert_close(result, logits(model, second, twin), rtol=0, atol=2e-4)
     assert (result - logits(model, second, whole)).abs().max() > 0.01
-    third = second_prompt(second, 1)
+    beams = torch.tensor([1, 1, 0])
+    for cache in (pruned, twin):
+        cache.reorder_cache(beams)
+    third = second_prompt({name: tensor[beams] for name, tensor in second.items()}, 1)
     torch.testing.assert_close(logits(model, third, pruned), logits(model, third, twin), rtol=0, atol=2e-4)
 
 
@@ -182,10 +176,9 @@ def test_channels_are_those_of_each_sample_alone(name):
 def test_a_second_prompt_after_a_short_one_is_not_pruned(first, length, settings):
     """Only the end of the first prompt prunes, even when it was too short to."""
     model, batch = tiny_model(), batch_of(texts(first))
-    cache, plain = KeyChannelCache(model, 0.5, **settings), DynamicCache(config=model.config)
-    assert torch.equal(logits(model, batch, cache), logits(model, batch, plain))
-    second = second_prompt(batch, length)
-    assert torch.equal(logits(model, second, cache), logits(model, second, plain))
+    cache = KeyChannelCache(model, 0.5, **settings)
+    logits(model, batch, cache)
+    logits(model, second_prompt(batch, length), cache)
     assert all(layer.channels is None for layer in cache.layers)
 
 
@@ -194,17 +187,15 @@ def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
     model, batch = tiny_model(**MODELS[name]), batch_of(texts(20, 13))
     plain, second = DynamicCache(config=model.config), second_prompt(batch, 8)
     expected = [logits(model, batch, plain), logits(model, second, plain)]
-    for changes in ({"ratio": 0.0}, {"recent": 20}):
-        cache = KeyChannelCache(model, **(PRUNING | changes), prompt=20)
-        assert torch.equal(logits(model, batch, cache), expected[0])
-        assert torch.equal(logits(model, second, cache), expected[1])
+    cache = KeyChannelCache(model, ratio=0.0, prompt=20)
+    assert torch.equal(logits(model, batch, cache), expected[0])
+    assert torch.equal(logits(model, second, cache), expected[1])
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [1, 3, 19])  # the 7 observed queries lie in several chunks
-def test_a_prompt_in_chunks_is_pruned_as_a_whole(name, chunk):
+def test_a_prompt_in_chunks_is_pruned_as_a_whole(chunk):
     """Tokens, tensors and bytes of the cache are those after the same prompt in one forward pass."""
-    model, batch = tiny_model(**MODELS[name]).double(), batch_of(texts(20, 5))
+    model, batch = tiny_model(**MODELS["gqa"]).double(), batch_of(texts(20, 5))
     whole, chunked = KeyChannelCache(model, **PRUNING), KeyChannelCache(model, **PRUNING, prompt=20)
     tokens = model.generate(**batch, **GENERATION, past_key_values=whole)
     flags = GENERATION | {"prefill_chunk_size": chunk}
@@ -215,14 +206,9 @@ def test_a_prompt_in_chunks_is_pruned_as_a_whole(name, chunk):
             torch.testing.assert_close(getattr(layer, tensor), getattr(expected, tensor))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_memory_is_freed(name):
-    model, batch = tiny_model(**MODELS[name]), batch_of(texts(40, 40))
-    plain, cache = DynamicCache(config=model.config), prefilled(model, batch)
-    logits(model, batch, plain)
-    heads = model.config.num_key_value_heads
-    rows = 3 * 2 * heads  # layers, samples
-    assert cached_bytes(plain) == rows * 40 * (8 + 8) * 4
+def test_memory_is_freed():
+    model, batch, rows = tiny_model(), batch_of(texts(40, 40)), 3 * 2 * 8  # layers, samples, heads
+    cache = prefilled(model, batch)
     assert cached_bytes(cache) == rows * (35 * 4 + 5 * 8 + 40 * 8) * 4 + rows * 4 * 2
     logits(model, second_prompt(batch, 3), cache)
     assert cached_bytes(cache) == rows * (35 * 4 + 8 * 8 + 43 * 8) * 4 + rows * 4 * 2
