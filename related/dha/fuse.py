@@ -20,19 +20,24 @@ saved with the weights, for AutoModelForCausalLM with trust_remote_code.
 """
 
 import os
-from dataclasses import replace
 
 import torch
 
 from common.models import sidecars
 from common.models.equivalence import max_difference, mean_kl, mean_nll
 from common.models.load import load_config, load_tokenizer
-from common.run.artifact import digest, input_digests, verify_files, write_directory, write_record
+from common.run.artifact import (
+    digest,
+    input_digests,
+    read_record,
+    verify_files,
+    write_directory,
+    write_record,
+)
 from common.run.errors import UserError, run_stage
 from common.run.flags import non_negative_float, positive, stage_parser
-from common.training.lines import read_metrics
 from related.dha import fusion, grouping, training
-from related.dha.records import FUSE, SEARCH, read
+from related.dha.records import FUSE, SEARCH
 
 
 def parse():
@@ -72,7 +77,7 @@ def compare_models(config, weights: dict, operators: dict, groups: dict, fused, 
     }
 
 
-def finish(args, started, search: dict, tokens: torch.Tensor, unchanged: float) -> None:
+def finish(args, started, search: dict, tokens: torch.Tensor) -> None:
     """Fuse, check and write fused/ on the first rank. search: the record of search; tokens: held out."""
     directory, source = os.path.join(args.run, "fusion"), os.path.join(args.run, "searched")
     groups, output, searched = search["groups"], os.path.join(args.run, "fused"), search["summary"]
@@ -87,40 +92,34 @@ def finish(args, started, search: dict, tokens: torch.Tensor, unchanged: float) 
     summary = {
         "steps": steps, "tokens": steps * data["batch"] * data["length"],
         "steps_so_far": searched["steps_so_far"] + steps, "fusion_loss": loss, "lambda": multiplier,
-        "unchanged_at_start": unchanged, "cache_heads": heads,
-        "stock": fused.config.model_type == "llama", "data": data,
+        "cache_heads": heads, "stock": fused.config.model_type == "llama", "data": data,
         **compare_models(config, weights, operators, groups, fused, tokens),
     }
     with write_directory(output) as aside:
         sidecars.save(fused, aside, source)
-        inputs = input_digests(args.run, [source])
-        write_record(aside, replace(started, inputs=inputs).record(search["model"], summary))
+        write_record(aside, started.record(search["model"], summary))
     title = f"{search['model']['name']}: similarity of fused heads, and the redundancy of each layer"
     grouping.draw_similarity(fused, os.path.join(args.run, "cka-fused.png"), title)
-    first_loss = read_metrics(os.path.join(directory, "metrics.jsonl"))[0]["fusion_loss"]
-    print(f"fused   L_fusion {loss:.2e} after {steps} steps, lambda {multiplier:.2f}\n"
-          "checked averaged operators against fused heads: "
-          f"relative logit difference {summary['averaged_to_fused']:.1e}\n"
-          f"        effect of averaging: logits by up to {summary['ended_to_fused']:.1e}, "
+    print(f"checked averaged operators against fused heads: relative logit difference "
+          f"{summary['averaged_to_fused']:.1e}\n"
+          f"effect of averaging: logits by up to {summary['ended_to_fused']:.1e}, "
           f"KL {summary['kl_ended_to_fused']:.1e}, "
           f"held-out loss {summary['loss_ended']:.4f} -> {summary['loss_fused']:.4f}\n"
           f"cache   key heads {heads['key']}, value heads {heads['value']}\n"
           f"wrote   {output}: {type(fused).__name__}\n"
-          f"fuse: L_fusion {first_loss:.3f} -> {loss:.1e} in {steps} steps, "
+          f"fuse: L_fusion {loss:.1e} after {steps} steps, lambda {multiplier:.2f}, "
           f"held-out loss {summary['loss_fused']:.3f} as DHA, in {started.clock()} s")
 
 
 def fuse(args, started, ranks) -> bool:
     """The whole phase; False if a signal stopped it."""
     directory, source = os.path.join(args.run, "fusion"), os.path.join(args.run, "searched")
-    search, unchanged = read(source, SEARCH), 0.0
+    search = read_record(source, SEARCH)
     if ranks.first:
         verify_files(source, search)
     groups, data = search["groups"], search["summary"]["data"]
     ranks.say(f"reads   {source}")
     samples, heldout = training.load_data(data, load_tokenizer(source), ranks)
-    if ranks.first:
-        unchanged = training.check_unchanged(source, groups, heldout[:2])
 
     schedule = training.make_schedule(data, args.steps, args, margin_steps=args.margin_steps,
                                       check_steps=args.check_steps)
@@ -130,7 +129,7 @@ def fuse(args, started, ranks) -> bool:
     job = training.begin(directory, settings, source, ranks, groups, args.force)
     finished = training.train(job, schedule, samples, heldout)
     if finished and ranks.first:
-        finish(args, started, search, training.as_tokens(heldout), unchanged)
+        finish(args, started, search, training.as_tokens(heldout))
     return finished
 
 

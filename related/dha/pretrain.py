@@ -23,13 +23,13 @@ from common.evaluation.evaluate import cache_bytes_per_token
 from common.models import sidecars
 from common.models.load import describe, fingerprint, load_config, load_tokenizer
 from common.run import flags
-from common.run.artifact import input_digests, verify_files, write_directory, write_record
+from common.run.artifact import input_digests, read_record, verify_files, write_directory, write_record
 from common.run.errors import UserError, run_stage
 from common.run.flags import positive, stage_parser
 from common.training import checkpoints
 from common.training.lines import read_metrics
 from related.dha import fusion, training
-from related.dha.records import PRETRAIN, SEARCH, read, read_start, steps_before
+from related.dha.records import PRETRAIN, SEARCH, read_start, steps_before
 
 
 def parse():
@@ -83,10 +83,10 @@ def pretrain(args, started, ranks) -> bool:
     """The whole phase; False if a signal stopped it."""
     start = args.checkpoint or os.path.join(args.run, "fused")
     directory = os.path.join(args.run, args.name) + ".train"
-    data = read(os.path.join(args.run, "searched"), SEARCH)["summary"]["data"]
+    data = read_record(os.path.join(args.run, "searched"), SEARCH)["summary"]["data"]
     start_record = read_start(start)
     before, tokenizer = steps_before(start_record, data), load_tokenizer(start)
-    if ranks.first and start_record and "files" in start_record:
+    if ranks.first and start_record:
         verify_files(start, start_record)
     schedule = make_schedule(args, data, before)
     ranks.say(f"reads   {start}")

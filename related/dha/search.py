@@ -68,17 +68,14 @@ def parse():
 
 
 def head_budget(args, config) -> tuple[int, list[int]]:
-    """How many key heads, and how many value heads, a layer keeps on average, and the counts it may have.
-
-    The counts ascend. Raises UserError if the layers of this config cannot meet the budget with them.
+    """How many key heads, and how many value heads, a layer keeps on average, and the ascending numbers that
+    it may keep. Raises UserError if the layers of this config cannot meet the budget with them.
     """
     shape = geometry(config)
     kv_heads = args.kv_heads or max(shape.heads // 4, 1)
     check_kv_heads(shape.kv_heads, kv_heads)
     usual = [count for count in (kv_heads // 2, kv_heads, 2 * kv_heads) if count and shape.heads % count == 0]
     ladder = sorted(args.ladder or usual)
-    if any(shape.heads % count for count in ladder):
-        raise UserError(f"--ladder: expected divisors of {shape.heads} heads, found {ladder}")
     for counts in fusion.head_counts(config).values():
         grouping.allocate([1.0] * shape.layers, counts, ladder, kv_heads * shape.layers)
     return kv_heads, ladder
@@ -138,16 +135,6 @@ def fold_operators(config, weights: dict, operators: dict, groups: dict) -> tupl
     return folded, training.relative_difference(expected, actual, name)
 
 
-def print_choice(choice: dict, kv_heads: int) -> None:
-    """A line of losses and one of head counts, for keys and for values."""
-    layers = len(choice["key"]["heads"])
-    print("            | " + " | ".join(f"layer {layer:5d}" for layer in range(layers)))
-    for kind, metrics in choice.items():
-        counts = " | ".join(f"{count:11d}" for count in metrics["heads"])
-        print(f"{kind:5s} loss  | " + " | ".join(f"{loss:11.6f}" for loss in metrics["layer_loss"]))
-        print(f"{kind:5s} heads | {counts} | {sum(metrics['heads'])} of {kv_heads * layers}")
-
-
 def finish(args, started, model: dict, summary: dict) -> None:
     """Choose groups, fold the operators, and write searched/; called on the first rank.
 
@@ -159,14 +146,12 @@ def finish(args, started, model: dict, summary: dict) -> None:
     groups, choice = choose_groups(args, operators, summary["kv_heads"], summary["ladder"])
     whole = fusion.whole_layers(fusion.head_counts(config))
     folded, difference = fold_operators(config, weights, operators, whole)
-    print_choice(choice, summary["kv_heads"])
     summary |= {"unchanged_by_folding": difference} | choice
     with write_directory(output) as aside:
         sidecars.save(folded, aside, model["path"])
         write_record(aside, started.record(model, summary, groups=groups))
-    print(f"wrote   {output}\nsearch: {steps} steps; relative logit difference with identity operators "
-          f"{summary['unchanged_at_start']:.1e}, after folding {difference:.1e}; "
-          f"key heads {choice['key']['heads']}, value heads {choice['value']['heads']}, in "
+    print(f"wrote   {output}\nsearch: {steps} steps; key heads {choice['key']['heads']}, value heads "
+          f"{choice['value']['heads']}; relative logit difference after folding {difference:.1e}, in "
           f"{started.clock()} s")
 
 
@@ -191,7 +176,6 @@ def search(args, started, ranks) -> bool:
         title = f"{args.model}: head similarity, and the redundancy of each layer"
         picture = os.path.join(args.run, "cka.png")
         summary["redundancy"] = grouping.draw_similarity(load_model(path), picture, title)
-        summary["unchanged_at_start"] = training.check_unchanged(path, whole, heldout[:2])
 
     schedule = training.make_schedule(data, args.steps, args)
     settings = data | {"model": model["fingerprint"], "steps": args.steps, "operator_lr": args.operator_lr,

@@ -50,6 +50,7 @@ from common.run.artifact import (
     begin_stage,
     check_same_model,
     input_digests,
+    read_record,
     verify_files,
     write_directory,
     write_record,
@@ -58,7 +59,7 @@ from common.run.errors import UserError, run_stage
 from common.run.flags import positive, stage_parser
 from common.run.progress import Progress
 from related.dha import fusion
-from related.dha.records import SEARCH, START, read
+from related.dha.records import SEARCH, START
 from related.dha.training import all_logits, relative_difference
 
 KINDS = tuple(fusion.PROJECTIONS)
@@ -279,7 +280,7 @@ def main():
     home, name = ("rotated", "searched") if none else ("", f"start-{args.name}")
     output, calibration = (os.path.join(args.run, home, part) for part in (name, "calibration"))
     stage = SEARCH if none else START
-    search = read(searched, SEARCH)
+    search = read_record(searched, SEARCH)
     path = searched if none or args.weights == "searched" else search["model"]["path"]
     read_from = [searched] if args.merge == "mean" else [searched, calibration]
     started = begin_stage(stage, args, output, inputs=input_digests(args.run, read_from))

@@ -13,7 +13,7 @@ from common.data.pool import samples_digest
 from common.data.rows import Sample
 from common.data.text import load_tokens
 from common.models.equivalence import max_difference, require_close
-from common.models.load import load_config, load_model
+from common.models.load import load_config
 from common.run.artifact import begin_stage
 from common.run.errors import UserError
 from common.run.flags import positive, probability
@@ -218,15 +218,3 @@ def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]
 def all_logits(model, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Logits of each row of tokens [n, T], one at a time: n tensors [T, vocab]."""
     return [model(input_ids=row[None], use_cache=False).logits[0] for row in tokens]
-
-
-@torch.no_grad()
-def check_unchanged(path: str, groups: dict, samples: list[Sample]) -> float:
-    """Check that starting operators change nothing in the model at `path`; returns the logit difference."""
-    model = load_model(path)
-    tokens, operators = as_tokens(samples), starting_operators(groups, model.config.head_dim)
-    expected = all_logits(model, tokens)
-    actual = all_logits(with_operators(model, operators, groups), tokens)
-    difference = relative_difference(expected, actual, f"{path} with operators")
-    print(f"checked {path} with identity operators: relative logit difference {difference:.1e}")
-    return difference

@@ -1,4 +1,4 @@
-"""Small models of related/dha, operators, samples and records, for its tests."""
+"""Small models of related/dha, operators and records, for its tests."""
 
 import torch
 
@@ -14,6 +14,20 @@ GROUPS = {  # of tiny_model: 3 layers of 8 heads
 }
 SMALL = "--sequences 24 --heldout-sequences 4 --length 32 --batch 4 --steps 4 --heldout-every 2".split()
 WHOLE = fusion.whole_layers({"key": [8] * 3, "value": [8] * 3})
+DATA = {"text": "a.txt", "heldout": "b.txt", "sequences": 8, "heldout_sequences": 2, "length": 16,
+        "batch": 2, "tokens_per_microbatch": 64, "seed": 0, "lr": 1e-3, "tokens_sha256": SHA}
+SUMMARIES = {
+    records.FUSE: {"steps": 4, "data": DATA, "steps_so_far": 7, "fusion_loss": 1e-4, "loss_ended": 4.0,
+                   "loss_fused": 4.1},
+    records.START: {"steps_so_far": 3},
+    records.PRETRAIN: {"steps": 4, "data": DATA, "batch": 2, "tokens": 288, "heldout": [[0, 5.0], [288, 4.0]],
+                       "cache_bytes_per_token": 64.0},
+}
+
+
+def example_record(stage: str) -> dict:
+    """A record of a command, valid but for files that it does not have."""
+    return valid_record("06_export.py") | {"stage": stage, "summary": SUMMARIES[stage]}
 
 
 def random_operators(groups=GROUPS, seed=0) -> dict:
@@ -38,19 +52,3 @@ def fused_pair(source, groups) -> tuple:
 def fused_tiny(groups=GROUPS, bias=True, **options):
     """fused_pair of a tiny model."""
     return fused_pair(tiny_model(bias=bias, **options), groups)
-
-
-def example_records() -> dict[str, dict]:
-    """A record of each command, valid but for files that it does not have."""
-    data = {"text": "a.txt", "heldout": "b.txt", "sequences": 8, "heldout_sequences": 2, "length": 16,
-            "batch": 2, "tokens_per_microbatch": 64, "seed": 0, "lr": 1e-3, "tokens_sha256": SHA}
-    choice, phase = {"source_heads": [8, 8], "heads": [1, 2]}, {"steps": 4, "data": data}
-    summaries = {
-        records.SEARCH: phase | {"steps_so_far": 3, "kv_heads": 1, "key": choice, "value": choice},
-        records.FUSE: phase | {"steps_so_far": 7, "fusion_loss": 1e-4, "loss_ended": 4.0, "loss_fused": 4.1},
-        records.START: {"steps_so_far": 3},
-        records.PRETRAIN: phase | {"batch": 2, "tokens": 288, "heldout": [[0, 5.0], [288, 4.0]],
-                                   "cache_bytes_per_token": 64.0},
-    }
-    record = valid_record("06_export.py") | {"groups": {"key": [[EIGHT], HALVES], "value": [[EIGHT], HALVES]}}
-    return {stage: record | {"stage": stage, "summary": summary} for stage, summary in summaries.items()}

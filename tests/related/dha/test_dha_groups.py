@@ -32,20 +32,19 @@ def test_budgets_of_algorithm_5():
 
 
 def test_every_budget_that_can_be_met_is_met_exactly_and_no_other():
-    draw = random.Random(1)
-    for ladder, layers in itertools.product(([1, 2, 4], [2, 4, 8]), (1, 3)):
-        for heads in ([24] * layers, draw.choices([1, 2, 3, 4, 8, 12, 24], k=layers)):
-            rungs = [[rung for rung in ladder if count % rung == 0] for count in heads]
-            sums = {sum(numbers) for numbers in itertools.product(*rungs)}
-            for total in range(layers * ladder[-1] + 2):
-                losses = [draw.random() for _ in range(layers)]
-                if total in sums:
-                    given = grouping.allocate(losses, heads, ladder, total)
-                    assert sum(given) == total
-                    assert all(count in layer for count, layer in zip(given, rungs, strict=True))
-                else:
-                    with pytest.raises(UserError):
-                        grouping.allocate(losses, heads, ladder, total)
+    draw, ladder = random.Random(1), [1, 2, 4]
+    for heads in ([24, 24, 24], [2, 3, 4], [12]):
+        rungs = [[rung for rung in ladder if count % rung == 0] for count in heads]
+        sums = {sum(numbers) for numbers in itertools.product(*rungs)}
+        for total in range(4 * len(heads) + 2):
+            losses = [draw.random() for _ in heads]
+            if total in sums:
+                given = grouping.allocate(losses, heads, ladder, total)
+                assert sum(given) == total
+                assert all(count in layer for count, layer in zip(given, rungs, strict=True))
+            else:
+                with pytest.raises(UserError):
+                    grouping.allocate(losses, heads, ladder, total)
 
 
 def random_losses(heads: int, seed: int) -> torch.Tensor:
@@ -67,30 +66,24 @@ def test_annealing_finds_the_best_of_all_groupings_and_keeps_its_books(count):
 
 
 def test_walks_start_from_losses_over_their_mean_and_the_best_one_counts():
-    losses = random_losses(16, 0)
+    losses, draw = random_losses(16, 0), random.Random(0)
     first, second = torch.triu_indices(16, 16, 1)
     scaled = (losses.double() / float(losses[first, second].mean())).tolist()
-    for seed in range(3):
-        draw = random.Random(seed)
-        walks = [grouping.walk(scaled, 4, draw) for _ in range(6)]
-        assert len({total for total, _ in walks}) > 1
-        best = sorted(sorted(group) for group in min(walks)[1])
-        assert grouping.anneal(losses, 4, 6, seed) == best
-        assert grouping.anneal(losses * 2**-14, 4, 6, seed) == best  # the scale of the losses does not matter
+    walks = [grouping.walk(scaled, 4, draw) for _ in range(6)]
+    assert len({total for total, _ in walks}) > 1
+    assert grouping.anneal(losses, 4, 6, seed=0) == sorted(sorted(group) for group in min(walks)[1])
 
 
 def test_a_walk_from_a_random_grouping_cools_from_100_to_a_thousandth_by_a_tenth_each_proposal(monkeypatch):
-    losses, temperatures, first_heads = random_losses(8, 0).tolist(), set(), set()
+    losses, temperatures, groupings = random_losses(8, 0).tolist(), set(), []
     # None: no proposal is accepted
     monkeypatch.setattr(grouping, "accepts", lambda gain, temperature, draw: temperatures.add(temperature))
     for seed in range(20):  # a proposal within a group is none
         loss, groups = grouping.walk(losses, 2, random.Random(seed))
-        assert sorted(sum(groups, [])) == EIGHT and [len(group) for group in groups] == [4, 4]
         assert loss == grouping.within(losses, groups)
-        first_heads.add(frozenset(groups[0]))
-    assert len(first_heads) > 10
-    expected = [100 * 0.9**step for step in range(110)]
-    assert sorted(temperatures, reverse=True) == pytest.approx(expected)
+        groupings.append(groups)
+    assert groupings[0] != groupings[1]
+    assert sorted(temperatures, reverse=True) == pytest.approx([100 * 0.9**step for step in range(110)])
 
 
 def test_worse_swaps_are_accepted_with_the_probability_of_algorithm_4():
@@ -111,12 +104,12 @@ def test_search_groups_heads_by_their_own_kind_and_budgets_layers_by_their_loss(
         operators[f"{layer}_{kind}"] = operators[f"{layer}_{kind}"].clone()
         for group in groups:
             operators[f"{layer}_{kind}"][0, group] = fusion.kronecker([EIGHT], 2)[0, group].mean(0)
-    groups, figures = search.choose_groups(SimpleNamespace(walks=20, seed=0), operators, 2, [1, 2, 4])
+    groups, metrics = search.choose_groups(SimpleNamespace(walks=20, seed=0), operators, 2, [1, 2, 4])
     for kind, (layer, expected) in pairs.items():
-        assert figures[kind]["heads"] == [4 if index == layer else 1 for index in range(3)]
+        assert metrics[kind]["heads"] == [4 if index == layer else 1 for index in range(3)]
         assert groups[kind] == [expected if index == layer else [EIGHT] for index in range(3)]
         loss = 24 / 28 / 8  # of 28 pairs of heads all but 4 have a loss of 4 / 4 / 8
-        assert figures[kind]["layer_loss"][layer] == pytest.approx(loss)
+        assert metrics[kind]["layer_loss"][layer] == pytest.approx(loss)
 
 
 def test_cka_is_as_printed_and_finds_a_rotated_head():

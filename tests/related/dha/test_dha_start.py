@@ -1,7 +1,6 @@
 """DHA's heads in closed form, head counts by measured loss, and heads aligned before fusion."""
 
 import itertools
-import json
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import pytest
 import torch
 
 from common.models.calibration import Calibration
-from common.models.equivalence import max_difference
 from common.models.layers import Layers
-from common.models.load import load_model
-from dha_models import GROUPS, SMALL, tokens
+from dha_models import GROUPS, tokens
 from models import byte_tokenizer, tiny_model
 from related.dha import start
 from related.dha.training import all_logits
@@ -113,40 +110,6 @@ def test_the_cheapest_counts_are_those_of_all():
         cheapest = tuple(start.cheapest_counts(costs, total))
         assert sum(cheapest) == total
         assert cost[cheapest] == pytest.approx(min(cost[heads] for heads in cost if sum(heads) == total))
-
-
-def test_closed_forms_and_aligned_heads_as_commands(inputs, tmp_path):
-    """From one search: what its groups cost in steps, refits, and fusion of heads that were aligned."""
-    make, home = "related/dha/start.py", tmp_path / "rotated"
-    (tmp_path / "heldout.txt").write_text(Path(json.__file__).read_text())
-    run("related/dha/search.py", "--run", tmp_path, "--model", inputs["model"], "--text", inputs["text"],
-        "--heldout", tmp_path / "heldout.txt", *SMALL)
-    search = json.loads((tmp_path / "searched" / "stage.json").read_text())
-    for place, model in ((tmp_path, inputs["model"]), (home, tmp_path / "searched")):
-        run("01_calibrate.py", "--run", place, "--model", model, "--text", inputs["text"], "--length", 32,
-            "--sequences", 8)
-    kl, size = {}, ["--sequences", 8, "--refit-sequences", 8]
-    for name, steps, flags in (
-        ("uniform", 0, ["--counts", "uniform"]), ("measured", 0, []),
-        ("output", 0, ["--counts", "uniform", "--refit", "output", "--name", "output"]),
-        ("search", 4, ["--counts", "search", "--groups", "search"]),
-    ):
-        run(make, "--run", tmp_path, "--merge", "closed-form", *flags, *size)
-        summary = json.loads((tmp_path / f"start-{name}" / "stage.json").read_text())["summary"]
-        assert summary["steps_so_far"] == steps
-        kl[name] = summary["kl"]
-    assert kl["output"] < kl["uniform"] > kl["measured"]
-
-    run(make, "--run", tmp_path, "--merge", "none")
-    rotated = json.loads((home / "searched" / "stage.json").read_text())
-    assert rotated["groups"] == search["groups"] and search["summary"].items() <= rotated["summary"].items()
-    before, after = (all_logits(load_model(str(path / "searched")), tokens()) for path in (tmp_path, home))
-    assert max_difference(before, after) < 1e-4
-    run(make, "--run", home, "--weights", "searched")
-    starts = {"measured": tmp_path / "start-measured", "pooled": home / "start-unfused"}
-    run("related/dha/report.py", "--run", tmp_path, "--models", *(f"{row}={starts[row]}" for row in starts))
-    rows = json.loads((tmp_path / "starts" / "stage.json").read_text())["summary"]["rows"]
-    assert rows["source"]["kl"] == 0 < rows["measured"]["kl"] < rows["pooled"]["kl"]
 
 
 @torch.no_grad()
