@@ -12,13 +12,9 @@ Weights are those of matrices, as in the paper; the possible speed-up, total ove
 of one sequence when reading them takes all the time. Exactness is the largest logit difference over the
 largest logit after removing Q, K, V or P, in float64 and with weights stored in float32 and in bfloat16, of
 models that are random, with biases; or made of the matrices of the stock model that gave the trained ones
-their shape (its own function needs its norms); or trained. "Itself" is the model without a fold. The sweep
-gives the trained serial model's Q ever larger condition numbers, as rounding errors grow with them, and folds
-it all the same; fold.py refuses above --max-condition.
+their shape (its own function needs its norms); or trained. "Itself" is the model without a fold.
 """
 
-import copy
-import math
 import os
 from pathlib import Path
 
@@ -28,7 +24,7 @@ from common.data import demo
 from common.data.demo import resolve_model
 from common.data.documents import EVALUATION
 from common.data.text import load_tokens
-from common.models import families
+from common.models.families import allowed_kv_heads, geometry
 from common.models.layers import Layers
 from common.models.load import describe, load_config, load_model, load_tokenizer, pick_device
 from common.reporting.plots import drawing
@@ -37,7 +33,7 @@ from common.run.artifact import begin_stage, read_record, verify_files, write_di
 from common.run.errors import UserError, run_stage
 from common.run.files import write_text
 from common.run.flags import device as device_flag
-from common.run.flags import positive, positive_float, seed, stage_parser
+from common.run.flags import positive, seed, stage_parser
 from common.run.progress import Progress
 from related.skipless import fold, train
 from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
@@ -52,7 +48,7 @@ COLUMNS = ("model", "blocks", "attention", "Q + P per layer", "weights", "withou
 KINDS = {"serial": False, "parallel": True}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-SWEEP = [10.0**power for power in range(0, 13, 2)]  # condition numbers
+SINGULAR = 1e14  # condition number from which the smallest singular value is float64's rounding
 LETTERS = [letter.upper() for letter in fold.PROJECTIONS]
 
 
@@ -67,8 +63,6 @@ def parse():
     parser.add_argument("--device", type=device_flag, default="auto",
                         help="device for the condition numbers: auto, cpu, cuda or cuda:N")
     parser.section("folds")
-    parser.add_argument("--max-condition", type=positive_float, default=fold.MAX_CONDITION,
-                        help="largest condition number of a matrix that is inverted")
     parser.add_argument("--text", default=demo.DEMO, help="text for the logits, as --text of fold.py")
     parser.add_argument("--length", type=positive, default=128, help="tokens per sequence, at least 2")
     parser.add_argument("--seed", type=seed, default=0, help="random seed of the random models")
@@ -84,7 +78,7 @@ def count(config) -> dict:
     """
     if config.model_type not in COUNTED:
         raise UserError(f"--config: expected model_type in {sorted(COUNTED)}, found {config.model_type!r}")
-    shape, embedding = families.geometry(config), config.vocab_size * config.hidden_size
+    shape, embedding = geometry(config), config.vocab_size * config.hidden_size
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gated, tied = getattr(config, "gated", config.model_type != PYTHIA), config.tie_word_embeddings
     weights = {
@@ -170,92 +164,55 @@ def transplanted(source, parallel: bool):
     return model.eval()
 
 
-def every_fold(name: str, model, tokens: torch.Tensor, max_condition: float) -> list[dict]:
-    """Differences of a float64 model from itself and of each of its folds, or why a fold was refused.
-
-    condition: that of the worst matrix inverted.
-    """
-    reference, parallel = fold.exact_logits(model, tokens), model.config.parallel
-    shape = {"model": name, "parallel": parallel, "kv_heads": model.config.num_key_value_heads}
-    itself = differences(reference, model, tokens)
-    lines = [shape | {"remove": None, "parameters": model.num_parameters()} | itself]
+def every_fold(name: str, model, tokens: torch.Tensor) -> list[dict]:
+    """Differences of a float64 model from itself and of each of its folds, or why a fold was refused."""
+    reference = fold.exact_logits(model, tokens)
+    itself = {"remove": None, "parameters": model.num_parameters()} | differences(reference, model, tokens)
+    lines = [{"model": name} | itself]
     for letter in fold.PROJECTIONS:
-        line = shape | {"remove": letter}
-        lines.append(line)
+        line = {"model": name, "remove": letter}
         try:
-            folded = fold.fold(model, letter, max_condition)
-            metrics = differences(reference, folded, tokens)
-            if not metrics["float64"] <= fold.LOGIT_TOLERANCE:
-                raise UserError(f"expected logits without {letter.upper()} to differ by at most "
-                                f"{fold.LOGIT_TOLERANCE:.0e}, found {metrics['float64']:.1e}")
+            folded = fold.fold(model, letter)
+            line |= {"parameters": folded.num_parameters()} | differences(reference, folded, tokens)
         except UserError as error:
             line["refused"] = str(error)
-            continue
-        line |= metrics | {"gone": folded.config.removed, "parameters": folded.num_parameters()}
-        line["condition"] = None
-        if fold.inverts(letter, parallel):
-            line["condition"] = max(layer[letter] for layer in fold.conditions(model))
+        lines.append(line)
     return lines
 
 
-@torch.no_grad()
-def ill_conditioned(model, condition: float):
-    """A copy with this condition number of every Q, whose norms stay the same."""
-    changed = copy.deepcopy(model)
-    for layer in changed.model.layers:
-        weight = layer.self_attn.q_proj.weight
-        left, values, right = torch.linalg.svd(weight)
-        spread = torch.logspace(0, -math.log10(condition), len(values), dtype=weight.dtype)
-        weight.copy_(left * (spread * values.norm() / spread.norm()) @ right)
-    return changed
+def skipless_models(args, shape, name: str, stock, paths: dict[str, str]) -> dict:
+    """Name -> float64 model: random ones of this shape, those of a stock model's matrices, trained ones."""
+    divisors, models = allowed_kv_heads(shape.num_attention_heads), {}
+    kv_heads = {"MHA": shape.num_attention_heads, "GQA": divisors[len(divisors) // 2], "MQA": 1}
+    for kind, parallel in KINDS.items():
+        for heads, number in kv_heads.items():
+            config = train.skipless_config(shape, parallel, num_key_value_heads=number, **BIASES)
+            models[f"random {kind} {heads}"] = random_model(config, args.seed)
+        config = train.skipless_config(shape, parallel, gated=False, hidden_act="gelu", **BIASES)
+        models[f"random {kind}, plain FFN"] = random_model(config, args.seed)
+    for kind, parallel in KINDS.items():
+        models[f"{kind} of {name}'s matrices"] = transplanted(stock, parallel)
+    for kind, path in paths.items():
+        print(f"reads   {path}")
+        models[f"trained {kind}"] = load_model(path, torch.float64)
+    return models
 
 
-def sweep(model, tokens: torch.Tensor) -> list[dict]:
-    """For each condition number of SWEEP: give it to every Q of the model, fold Q out, compare logits."""
-    lines = []
-    for condition in SWEEP:
-        changed = ill_conditioned(model, condition)
-        reference, folded = fold.exact_logits(changed, tokens), fold.fold(changed, "q", math.inf)
-        lines.append({"condition": condition} | differences(reference, folded, tokens))
-    return lines
-
-
-def head_counts(heads: int) -> dict[str, int]:
-    """Name -> key/value heads of the random models. No GQA where no number of them divides the heads."""
-    grouped = [number for number in range(2, min(max(heads // 4, 2), heads - 1) + 1) if heads % number == 0]
-    return {"MHA": heads} | ({"GQA": grouped[-1]} if grouped else {}) | {"MQA": 1}
-
-
-def fold_trained(args) -> tuple[list[dict], dict, list[dict]]:
-    """Lines of the exactness table, condition numbers before and after training, lines of the sweep.
+def fold_all(args) -> list[dict]:
+    """Lines of the exactness table.
 
     Raises UserError unless the two trained models are there, complete, and of the same shape.
     """
     paths = {kind: train.model_path(args.run, parallel) for kind, parallel in KINDS.items()}
-    recorded, trained, skipless = read_record(paths["serial"], train.STAGE)["model"], {}, {}
-    source, name = recorded["path"], recorded["name"]
-    model, shape = describe(source, name), train.load_shape(source, args.length, "q")
-    for kind, path in paths.items():
-        record = read_record(path, train.STAGE, model)
-        verify_files(path, record)
-        trained[kind] = {when: record["summary"][f"conditions_{when}"] for when in ("before", "after")}
-    tokens, text = load_tokens(args.text, load_tokenizer(source), 4, args.length, EVALUATION)
+    model = read_record(paths["serial"], train.STAGE)["model"]
+    source, name = model["path"], model["name"]
+    shape = train.load_shape(source, args.length, "q")
+    for path in paths.values():
+        verify_files(path, read_record(path, train.STAGE, describe(source)))
+    tokens, text = load_tokens(args.text, load_tokenizer(source), fold.CHECKED, args.length, EVALUATION)
     print(f"reads   {text}, for the logit differences")
-    for kind, parallel in KINDS.items():
-        for heads, kv_heads in head_counts(shape.num_attention_heads).items():
-            config = train.skipless_config(shape, parallel, num_key_value_heads=kv_heads, **BIASES)
-            skipless[f"random {kind} {heads}"] = random_model(config, args.seed)
-        config = train.skipless_config(shape, parallel, gated=False, hidden_act="gelu", **BIASES)
-        skipless[f"random {kind}, plain FFN"] = random_model(config, args.seed)
-    stock = load_model(source, torch.float64)
-    for kind, parallel in KINDS.items():
-        skipless[f"{kind} of {name}'s matrices"] = transplanted(stock, parallel)
-    for kind, path in paths.items():
-        print(f"reads   {path}")
-        skipless[f"trained {kind}"] = load_model(path, torch.float64)
-    lines = [line for name, model in skipless.items()
-             for line in every_fold(name, model, tokens, args.max_condition)]
-    return lines, trained, sweep(skipless["trained serial"], tokens)
+    models = skipless_models(args, shape, name, load_model(source, torch.float64), paths)
+    return [line for name, model in models.items() for line in every_fold(name, model, tokens)]
 
 
 def exactness_table(lines: list[dict]) -> str:
@@ -286,7 +243,7 @@ def closing_line(name: str, layers: list[dict], lines: list[dict] | None) -> str
     text = f"no attention matrix of {name} is square"
     if numbers:
         worst, place = max(numbers)
-        invertible = sum(value < fold.SINGULAR for value, _ in numbers)
+        invertible = sum(value < SINGULAR for value, _ in numbers)
         text = (f"{invertible} of {len(numbers)} square attention matrices of {name} invertible, "
                 f"worst condition number {worst:.3g}, {place}")
     if not lines:
@@ -297,42 +254,16 @@ def closing_line(name: str, layers: list[dict], lines: list[dict] | None) -> str
 
 
 @drawing
-def picture(plt, name: str, checkpoint: list[dict], trained: dict | None, swept, limit: float):
-    """Condition numbers by layer, of the checkpoint and of the trained models, and the differences they make.
-
-    trained and swept may be None: then there is one panel instead of three. limit: the largest condition
-    number that a fold accepts.
-    """
-    panels, width = (3, 15) if trained else (1, 5.4)
-    figure, (axes,) = plt.subplots(1, panels, figsize=(width, 3.8), layout="constrained", squeeze=False)
-    draw_conditions(axes[0], checkpoint, "-", "")
-    axes[0].set(title=name, yscale="log")
-    if trained:
-        for (kind, numbers), linestyle in zip(trained.items(), ("-", "--"), strict=True):
-            draw_conditions(axes[1], numbers["after"], linestyle, f", {kind}")
-        axes[1].set(title="skipless, trained from orthogonal matrices", ylim=(0, None))
-        axis, allowed = axes[2], fold.LOGIT_TOLERANCE
-        for precision in reversed(PRECISIONS):
-            axis.plot([line["condition"] for line in swept], [min(line[precision], 10) for line in swept],
-                      marker="o", markersize=3, label=precision)
-        axis.axvline(limit, color="black", linewidth=0.8, linestyle="--", label="refused beyond")
-        axis.axhline(allowed, color="grey", linewidth=0.8, linestyle="--", label="allowed in float64")
-        axis.set(title="Q removed", xscale="log", yscale="log", ylim=(1e-16, 5),
-                 xlabel="condition number of every Q", ylabel="logit difference, relative")
-        axis.legend(fontsize=8)
-    return figure
-
-
-def draw_conditions(axis, layers: list[dict], linestyle: str, label: str) -> None:
-    """One line per letter over the layers."""
-    for number, letter in enumerate(fold.PROJECTIONS):
-        if letter in layers[0]:
-            axis.plot([layer[letter] for layer in layers], color=f"C{number}", marker="o", markersize=3,
-                      linestyle=linestyle, label=f"{letter.upper()}{label}")
-    axis.set(xlabel="layer", ylabel="condition number")
+def picture(plt, name: str, layers: list[dict]):
+    """Condition numbers of a checkpoint's matrices by layer."""
+    figure, axis = plt.subplots(figsize=(5.4, 3.8), layout="constrained")
+    for letter in layers[0]:
+        axis.plot([layer[letter] for layer in layers], marker="o", markersize=3, label=letter.upper())
+    axis.axhline(fold.MAX_CONDITION, color="black", linewidth=0.8, linestyle="--", label="not folded beyond")
+    axis.set(title=name, xlabel="layer", ylabel="condition number", yscale="log")
     axis.xaxis.get_major_locator().set_params(integer=True)
-    if axis.lines:  # there are none when no matrix is square
-        axis.legend(fontsize=8, ncols=2)
+    axis.legend(fontsize=8, ncols=2)
+    return figure
 
 
 def main():
@@ -342,10 +273,9 @@ def main():
     separate = [*LIKE_LLAMA, SkiplessConfig.model_type]
     if config.model_type not in separate:
         raise UserError(f"{path}: expected model_type in {separate}, found {config.model_type!r}")
-    weights, lines, trained, swept = count_all(args, config), None, None, None
+    weights = count_all(args, config)
     started = begin_stage(STAGE, args, output)
-    if not args.report_only:
-        lines, trained, swept = fold_trained(args)
+    lines = None if args.report_only else fold_all(args)
     print(f"reads   {path}; {len(weights) - 1} configs")
     numbers = checkpoint_conditions(path, pick_device(args.device))
     tables = {"Weights of skipless models of these shapes, without biases and norms": weights_table(weights),
@@ -353,16 +283,12 @@ def main():
     if lines:
         precisions = " / ".join(PRECISIONS)
         tables[f"Largest logit difference over the largest logit, {precisions}"] = exactness_table(lines)
-        rows = [(f"{line['condition']:.0e}", differences_cell(line)) for line in swept]
-        tables["The same, with every Q of the trained serial model ill-conditioned"] = markdown_table(
-            ("condition number of every Q", precisions), rows)
     report = "\n\n".join(f"{title}:\n\n{table}" for title, table in tables.items())
     record = started.record(describe(path, args.model), {}, weights=weights, conditions=numbers,
-                            exactness=lines, trained=trained, sweep=swept)
+                            exactness=lines)
     with write_directory(output) as aside:
         write_text(os.path.join(aside, "compare.md"), report + "\n")
-        drawn = os.path.join(aside, "compare.png")
-        picture(drawn, args.model, numbers, trained, swept, args.max_condition)
+        picture(os.path.join(aside, "compare.png"), args.model, numbers)
         write_record(aside, record)
     print(f"\n{report}\n\nwrote   {output}")
     print(f"compare: {closing_line(args.model, numbers, lines)}; in {started.clock()} s")

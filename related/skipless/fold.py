@@ -34,18 +34,18 @@ from common.data.demo import DEMO
 from common.data.documents import EVALUATION, EXPECTED
 from common.data.text import load_tokens, sequence_length
 from common.models import sidecars
-from common.models.equivalence import max_difference
+from common.models.equivalence import max_difference, require_close
 from common.models.load import describe, load_config, load_model, load_tokenizer, weight_dtype
 from common.run.artifact import begin_stage, write_directory, write_record
 from common.run.errors import UserError, run_stage
-from common.run.flags import positive, positive_float, stage_parser
+from common.run.flags import positive, stage_parser
 from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
 
 STAGE = "related/skipless/fold.py"
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "p": "o_proj"}
-MAX_CONDITION = 1e5  # of an inverted matrix: with this in every layer logits still agree to 1e-9 (compare.py)
-SINGULAR = 1e14  # condition number from which the smallest singular value is float64's rounding
+MAX_CONDITION = 1e5  # of an inverted matrix: with this in every layer logits still agree to 1e-9
 LOGIT_TOLERANCE = 1e-9  # of a fold, relative to the largest logit
+CHECKED = 4  # sequences whose logits are compared
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def inverts(remove: str, parallel: bool) -> bool:
     return remove != "p" or parallel
 
 
-def check(model, remove: str, max_condition: float) -> None:
+def check(model, remove: str) -> None:
     """Raise UserError unless the removed matrices are square and those to invert are well conditioned."""
     config = model.config
     if config.removed:
@@ -86,10 +86,9 @@ def check(model, remove: str, max_condition: float) -> None:
         return
     numbers = [layer[remove] for layer in conditions(model)]
     worst = max(numbers)
-    if not worst <= max_condition:  # also true of NaN
-        singular = "" if worst < SINGULAR else " (singular in float64)"
+    if not worst <= MAX_CONDITION:  # also true of NaN
         raise UserError(f"layer {numbers.index(worst)}: expected {remove.upper()} of condition number "
-                        f"at most {max_condition:.0e}, found {worst:.1e}{singular}")
+                        f"at most {MAX_CONDITION:.0e}, found {worst:.1e}")
 
 
 def check_square(config, letter: str) -> None:
@@ -104,13 +103,13 @@ def check_square(config, letter: str) -> None:
 
 
 @torch.no_grad()
-def fold(model, remove: str, max_condition: float = MAX_CONDITION):
+def fold(model, remove: str):
     """The same function in float64 without the projections named by removed_by.
 
     model: a SkiplessForCausalLM of any dtype, left unchanged. Raises UserError where the fold does not apply
     (see `check`).
     """
-    check(model, remove, max_condition)
+    check(model, remove)
     parallel, size = model.config.parallel, model.config.hidden_size
     folded = SkiplessForCausalLM(folded_config(model.config, remove)).double().eval()
     maps = [block_maps(layer) for layer in model.model.layers]
@@ -206,46 +205,34 @@ def parse():
                         help="skipless checkpoint (default: RUN/serial)")
     parser.add_argument("--remove", choices=tuple(PROJECTIONS), default="q",
                         help="what to remove; see above")
-    parser.add_argument("--out", metavar="DIR", help="output (default: MODEL-without-LETTER)")
     parser.add_argument("--dtype", choices=("source", "float64", "float32", "bfloat16"), default="source",
                         help="dtype of the weights written")
-    parser.add_argument("--max-condition", type=positive_float, default=MAX_CONDITION,
-                        help="largest condition number of a matrix that is inverted")
     parser.section("equivalence check")
     parser.add_argument("--text", default=DEMO,
                         help=f"{EXPECTED}; of demo, its held-out part")
-    parser.add_argument("--sequences", type=positive, default=4)
     parser.add_argument("--length", type=positive, default=128, help="tokens per sequence")
     return parser.parse_args()
 
 
-def folded_model(args, model, tokens: torch.Tensor, dtype: torch.dtype) -> tuple:
-    """The model with args.remove folded away, and the numbers for its record.
+def compare_models(model, folded, tokens: torch.Tensor, dtype: torch.dtype) -> dict:
+    """Logit differences of a folded model in float64 and with weights of `dtype`.
 
-    Raises UserError where that is impossible, saves nothing, or is not equivalent.
+    Raises UserError if it is another function.
     """
-    folded, before = fold(model, args.remove, args.max_condition), model.num_parameters()
-    after = folded.num_parameters()
-    if after >= before:
-        raise UserError(f"expected fewer weights, found {before} -> {after}: "
-                        "the tied embedding must be stored twice")
     reference = exact_logits(model, tokens)
     difference, stored = (rounded_difference(reference, folded, tokens, kind)
                           for kind in (torch.float64, dtype))
-    print(f"check   max |logit difference| / max |logit| {difference:.1e} in float64 "
-          f"(allowed {LOGIT_TOLERANCE:.0e}), {stored:.1e} with weights in {dtype}; {tokens.numel()} tokens")
-    if not difference <= LOGIT_TOLERANCE:  # also true of NaN
-        raise UserError(f"equivalence check: expected logits to differ by at most {LOGIT_TOLERANCE:.0e}, "
-                        f"found {difference:.1e}; nothing was written")
-    return folded, {"removed": folded.config.removed, "parameters_before": before, "parameters_after": after,
-                    "max_relative_difference": difference, "max_relative_difference_stored": stored,
-                    "dtype": str(dtype)}
+    print(f"check   max |logit difference| / max |logit| {difference:.1e} in float64, {stored:.1e} with "
+          f"weights in {dtype}; {tokens.numel()} tokens")
+    require_close("logits over the largest one", difference, LOGIT_TOLERANCE)
+    return {"max_relative_difference": difference, "max_relative_difference_stored": stored,
+            "dtype": str(dtype)}
 
 
 def main():
     args = parse()
     source = args.model or os.path.join(args.run, "serial")
-    output = args.out or f"{os.path.normpath(source)}-without-{args.remove}"
+    output = f"{os.path.normpath(source)}-without-{args.remove}"
     config = load_config(source)
     if config.model_type != SkiplessConfig.model_type:
         raise UserError(f"{source}: expected model_type {SkiplessConfig.model_type!r}, found "
@@ -253,18 +240,17 @@ def main():
     sequence_length(args.length, args.length, config.max_position_embeddings)
     started = begin_stage(STAGE, args, output)
     tokenizer = load_tokenizer(source)
-    tokens, description = load_tokens(args.text, tokenizer, args.sequences, args.length, EVALUATION)
+    tokens, description = load_tokens(args.text, tokenizer, CHECKED, args.length, EVALUATION)
     print(f"reads   {source}; {description}, for the equivalence check")
     model, dtype = load_model(source, torch.float64), weight_dtype(args.dtype, config)
-    try:
-        folded, summary = folded_model(args, model, tokens, dtype)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
+    folded = fold(model, args.remove)
+    summary = compare_models(model, folded, tokens, dtype)
+    removed, before, after = folded.config.removed, model.num_parameters(), folded.num_parameters()
+    summary |= {"removed": removed, "parameters_before": before, "parameters_after": after}
     with write_directory(output) as aside:
         sidecars.save(folded.to(dtype), aside, source)
         write_record(aside, started.record(describe(source), summary))
-    before, after = summary["parameters_before"], summary["parameters_after"]
-    print(f"wrote   {output}\nfold: {', '.join(summary['removed'])} removed, {before:,} -> {after:,} weights "
+    print(f"wrote   {output}\nfold: {', '.join(removed)} removed, {before:,} -> {after:,} weights "
           f"({1 - after / before:.1%} fewer) in {started.clock()} s")
 
 

@@ -218,10 +218,9 @@ def write_model(started: Started, source: str, path: str, heldout: tuple[torch.T
     """Write the trained model from its last checkpoint, with its record, and remove the checkpoints."""
     directory, (tokens, text) = path + ".train", heldout
     model = load_model(os.path.join(directory, "start"))
-    before = conditions(model)
     model.load_state_dict(checkpoints.whole_weights(checkpoints.saved_checkpoints(directory)[-1]))
     summary = {"perplexity": perplexity(model, tokens), "perplexity_text": text,
-               "conditions_before": before, "conditions_after": conditions(model)}
+               "conditions": conditions(model)}
     with write_directory(path) as aside:
         sidecars.save(model, aside, source)
         shutil.copy(os.path.join(directory, METRICS), aside)
