@@ -12,10 +12,9 @@ Writes  RUN/fusion/   training checkpoints and metrics.jsonl
 Every head starts to read itself again, now within its group: min over weights and factors, max over lambda of
 L_lm + lambda max(L_fusion - t, 0), where t falls from 1 to 0 over --margin-steps (Eq. 8). Every --check-steps
 steps L_fusion is compared with 1e-3; below that, fusion ends. The factors of a group's heads are then
-averaged and its keys (values) fused into one, and the effect of averaging is measured and printed. Published:
-t over 200 steps; at most 1000 steps with learning rates 1e-2 for factors and lambda in Section 5.1, as in the
-second command, but 800 steps with 0.05 for both in Table 4. Few steps need a lambda that grows faster. What
-GQA can express (of search.py --kv-heads 1, say) becomes a stock LlamaForCausalLM; otherwise modeling.py is
+averaged and its keys (values) fused into one, and the effect of averaging is measured and printed. The second
+command is as published in Section 5.1; Table 4 has 800 steps with learning rates of 0.05. Few steps need a
+lambda that grows faster. What GQA can express becomes a stock LlamaForCausalLM; otherwise modeling.py is
 saved with the weights, for AutoModelForCausalLM with trust_remote_code.
 """
 

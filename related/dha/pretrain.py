@@ -9,9 +9,9 @@ Writes  RUN/NAME/         the trained checkpoint, its metrics.jsonl, and stage.j
     torchrun --nproc-per-node 8 -m related.dha.pretrain --run-dir runs/dha-7b --steps 5000 --warmup 0.03
 
 --steps counts from the source model, in batches of search: those of search and fusion are subtracted, and a
-larger --batch takes fewer steps for the same tokens. The next-token loss trains all parameters; the
-learning rate warms up over --warmup of the steps, then follows a cosine down to 10% of its peak (published:
-3%, 5000 steps of 256 x 4096 tokens at 1e-4; fusion has batches of 64). Run the same command again to resume.
+larger --batch takes fewer steps for the same tokens. The learning rate warms up over --warmup of the steps,
+then follows a cosine down to 10% of its peak (published: 3%, 5000 steps of 256 x 4096 tokens at 1e-4; fusion
+has batches of 64). Run the same command again to resume.
 """
 
 import os

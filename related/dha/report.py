@@ -6,13 +6,12 @@ Writes  RUN/compare/: compare.md, compare.png; with --models RUN/starts/: starts
     python -m related.dha.report                 # after related/dha/run.sh, which ends with it
     python -m related.dha.report --models fused=runs/dha/fused measured=runs/dha/start-measured
 
-Tokens count from the source model, and those of search and fusion count for DHA. During search and fusion DHA
-has the cache of its source; that part of its curve is dashed. Rows that differ in tokens, text, batches,
-learning rate or cache size are refused.
+Tokens count from the source model, and those of search and fusion count for DHA. During these DHA has the
+cache of its source; that part of its curve is dashed. Rows that differ in tokens, text, batches, learning
+rate or cache size are refused.
 
-With --models, checkpoints are compared before any training. The table has the key and value heads by layer,
-the cache, the next-token loss on the held-out sequences, its excess over the source's, with the standard
-error of the paired differences over the sequences, and the KL from the source; all in nats per token.
+With --models, checkpoints are compared before any training, in nats per token on the held-out sequences:
+their loss, its excess over the source's, with the standard error of the paired differences, and the KL.
 """
 
 import os

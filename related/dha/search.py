@@ -15,9 +15,8 @@ Writes  RUN/search/         training checkpoints and metrics.jsonl
 Every head starts to read a mixture of all heads of its layer, through factors that change nothing at first;
 the language-model loss trains factors and weights. Two heads whose factors stay close share a head (Algorithm
 4), and a layer whose factors spread keeps more heads (Algorithm 5), for keys and values separately. The
-defaults suit the demo model; the paper has 240 steps of 64 x 4096 tokens with learning rates 1e-4 for weights
-and 1e-2 for factors, as in the last command. The second command halves again what fuse.py wrote after a first
-halving (Appendix B.2); the steps behind that checkpoint count. Run the same command again to resume.
+defaults suit the demo model; the last command is as published. The second halves again what fuse.py wrote
+after a first halving (Appendix B.2), whose steps count. Run the same command again to resume.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Starts without fusion: heads merged in groups, for pretrain.py, or aligned with each other, for fuse.py.
+"""Initial models without fusion: heads merged in groups, for pretrain.py, or aligned in them, for fuse.py.
 
 Reads   RUN/searched/ and the model it was made from, RUN/calibration/ of that or RUN/rotated/calibration/
 Writes  RUN/start-NAME/         a checkpoint, untrained except by --refit
@@ -11,16 +11,13 @@ Writes  RUN/start-NAME/         a checkpoint, untrained except by --refit
     python 01_calibrate.py --run runs/dha/rotated --model runs/dha/searched
     python -m related.dha.start --merge none               # then fuse.py --run runs/dha/rotated
 
-Means in search's groups are the paper's cold start (Figure 7), or those of Table 2, "w.o. linear heads
-fusion". Fusion mixes the same channels of different heads, so the basis of each head matters: --merge none
-rotates the heads of each group towards each other as stage 4 does (generalized Procrustes, "dist").
-
-The closed form of stage 4 replaces keys through W_Q and values through W_O, independently of each other, so
-each may have its own groups. --counts says how many heads a layer keeps: every layer as many (uniform), as
-search found (Algorithm 5), or as measured: the KL from the source on --sequences training sequences, with one
-layer's keys or values merged to each number of heads. Of all numbers with the same cache, those with the
-least sum of these KLs are chosen. A model that takes neither groups nor counts from search does not cost its
-steps, which pretrain.py counts.
+Means in search's groups are the paper's cold start (Figure 7), or Table 2's "w.o. linear heads fusion". The
+closed form of stage 4 merges keys and values independently of each other, each in groups of their own. A
+layer keeps as many heads as any other (--counts uniform), as search found, or as measured: the KL from the
+source on --sequences training sequences, with one layer's keys or values merged to each number of heads; of
+all numbers with the same cache, those with the least sum of KLs. A model that takes neither groups nor counts
+from search does not cost its steps. --merge none rotates the heads of each group towards each other as stage
+4 does (generalized Procrustes, "dist"), as fusion mixes the same channels of different heads.
 """
 
 import itertools
@@ -41,7 +38,7 @@ from common.models import sidecars
 from common.models.calibration import Calibration
 from common.models.edits import fuse_layer, head_columns, head_rows
 from common.models.equivalence import mean_kl
-from common.models.families import allowed_kv_heads, check_kv_heads, key_context
+from common.models.families import allowed_kv_heads, key_context
 from common.models.layers import Layers
 from common.models.load import describe, load_model, load_tokenizer
 from common.models.refit import Refit
@@ -219,9 +216,7 @@ def choose_groups(args, source: Source, search: dict, tokens: torch.Tensor) -> t
     """Groups of every layer by kind, and the numbers behind them."""
     if args.groups == "search":
         return search["groups"], {}
-    layers, heads = search["model"]["layers"], search["model"]["heads"]
-    kv_heads = search["summary"]["kv_heads"]
-    check_kv_heads(heads, kv_heads)
+    layers, kv_heads = search["model"]["layers"], search["summary"]["kv_heads"]
     by_layer = [energy_losses(source.grams_of(index), source.context) for index in range(layers)]
     losses = {kind: [loss[kind] for loss in by_layer] for kind in KINDS}
     counts, metrics = {kind: [kv_heads] * layers for kind in KINDS}, {}

@@ -9,18 +9,16 @@ Writes  RUN/keychannels/: keychannels.md and keychannels.png, or RUN/premises/: 
     python -m related.keychannels.measure --premises --model runs/smollm2/source --text FILE.txt --prompt 2048
 
 Each text is a prompt and its continuation. For every lambda and selector (think and --select, channels.py) a
-share lambda of the prompt's key channels is removed. The command measures the objective on the pruned keys,
-relative to the squared scores; the error of the attention output for the continuation's queries, layer by
-layer in the unpruned model; and with the pruned cache in all layers (cache.py) the continuation's perplexity,
-the bytes in the cache after the prompt, and the time of prefill and decoding over a plain cache's, for one
-sequence.
+share lambda of the prompt's key channels is removed. Measured are the objective on the pruned keys, relative
+to the squared scores; the error of the attention output for the continuation's queries, layer by layer in the
+unpruned model; and with the pruned cache in all layers (cache.py) the continuation's perplexity, the bytes in
+the cache after the prompt, and the time of prefill and decoding over a plain cache's, for one sequence.
 
---premises measures instead, by key head in the unpruned model: whether few channels are large, by the share
-of the keys' energy |k_i|^2 and of the scores' |q_i|^2 |k_i|^2 in the largest tenth, quarter and half of them;
-and whether the window, the last --observed queries of the prompt, represents later queries (SnapKV),
-judged by the share of these queries' attention to the positions before the window in the tenth that it
-attends to most, in the tenth that they choose themselves and in the last tenth; and by the relative error of
-their scores without half of the channels, chosen by the window (greedy+swap) or by themselves.
+--premises measures instead, by key head in the unpruned model, whether few channels are large: the share of
+the keys' energy |k_i|^2 and of the scores' |q_i|^2 |k_i|^2 in the largest tenth, quarter and half of them;
+and whether the window, the last --observed queries of the prompt, represents later queries (SnapKV): the
+share of their attention before the window in the tenth of positions that the window, they themselves or
+recency choose; and the relative error of their scores without half of the channels, by either's choice.
 """
 
 import itertools

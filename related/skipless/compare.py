@@ -20,20 +20,18 @@ from pathlib import Path
 
 import torch
 
-from common.data import demo
-from common.data.demo import resolve_model
+from common.data.demo import DEMO, resolve_model
 from common.data.documents import EVALUATION
 from common.data.text import load_tokens
 from common.models.families import allowed_kv_heads, geometry
 from common.models.layers import Layers
-from common.models.load import describe, load_config, load_model, load_tokenizer, pick_device
+from common.models.load import describe, load_config, load_model, load_tokenizer
 from common.reporting.plots import drawing
 from common.reporting.tables import markdown_table
 from common.run.artifact import begin_stage, read_record, verify_files, write_directory, write_record
 from common.run.errors import UserError, run_stage
 from common.run.files import write_text
-from common.run.flags import device as device_flag
-from common.run.flags import positive, seed, stage_parser
+from common.run.flags import positive, stage_parser
 from common.run.progress import Progress
 from related.skipless import fold, train
 from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
@@ -55,17 +53,14 @@ LETTERS = [letter.upper() for letter in fold.PROJECTIONS]
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/skipless")
-    parser.add_argument("--model", default=demo.DEMO, help="checkpoint of the condition numbers reported")
+    parser.add_argument("--model", default=DEMO, help="checkpoint of the condition numbers reported")
     parser.add_argument("--config", nargs="+", default=[], metavar="CONFIG",
                         help="more rows of the table of weights: directories, hub names or .json files")
     parser.add_argument("--report-only", action="store_true",
                         help="only weights and condition numbers, which need no skipless model")
-    parser.add_argument("--device", type=device_flag, default="auto",
-                        help="device for the condition numbers: auto, cpu, cuda or cuda:N")
     parser.section("folds")
-    parser.add_argument("--text", default=demo.DEMO, help="text for the logits, as --text of fold.py")
+    parser.add_argument("--text", default=DEMO, help="text for the logits, as --text of fold.py")
     parser.add_argument("--length", type=positive, default=128, help="tokens per sequence, at least 2")
-    parser.add_argument("--seed", type=seed, default=0, help="random seed of the random models")
     return parser.parse_args()
 
 
@@ -119,9 +114,9 @@ def weights_table(weights: dict[str, dict]) -> str:
     return markdown_table(COLUMNS, rows)
 
 
-def checkpoint_conditions(path: str, device: str) -> list[dict[str, float]]:
+def checkpoint_conditions(path: str) -> list[dict[str, float]]:
     """Condition numbers of each layer's square matrices, with one layer in memory at a time."""
-    found, layers = [], Layers(path, torch.float32, device, layerwise=True)
+    found, layers = [], Layers(path, torch.float32, "cpu", layerwise=True)
     numbers = range(layers.config.num_hidden_layers)
     for index in Progress(numbers, desc="condition numbers", unit="layer", leave=False):
         with layers.layer(index) as layer:
@@ -143,7 +138,7 @@ def differences(reference: list[torch.Tensor], model, tokens: torch.Tensor) -> d
 
 
 @torch.no_grad()
-def random_model(config: SkiplessConfig, seed: int):
+def random_model(config: SkiplessConfig, seed: int = 0):
     """A float64 model with Gaussian weights and biases."""
     generator = torch.Generator().manual_seed(seed)
     model = SkiplessForCausalLM(config).double().eval()
@@ -180,16 +175,16 @@ def every_fold(name: str, model, tokens: torch.Tensor) -> list[dict]:
     return lines
 
 
-def skipless_models(args, shape, name: str, stock, paths: dict[str, str]) -> dict:
+def skipless_models(shape, name: str, stock, paths: dict[str, str]) -> dict:
     """Name -> float64 model: random ones of this shape, those of a stock model's matrices, trained ones."""
     divisors, models = allowed_kv_heads(shape.num_attention_heads), {}
     kv_heads = {"MHA": shape.num_attention_heads, "GQA": divisors[len(divisors) // 2], "MQA": 1}
     for kind, parallel in KINDS.items():
         for heads, number in kv_heads.items():
             config = train.skipless_config(shape, parallel, num_key_value_heads=number, **BIASES)
-            models[f"random {kind} {heads}"] = random_model(config, args.seed)
+            models[f"random {kind} {heads}"] = random_model(config)
         config = train.skipless_config(shape, parallel, gated=False, hidden_act="gelu", **BIASES)
-        models[f"random {kind}, plain FFN"] = random_model(config, args.seed)
+        models[f"random {kind}, plain FFN"] = random_model(config)
     for kind, parallel in KINDS.items():
         models[f"{kind} of {name}'s matrices"] = transplanted(stock, parallel)
     for kind, path in paths.items():
@@ -211,7 +206,7 @@ def fold_all(args) -> list[dict]:
         verify_files(path, read_record(path, train.STAGE, describe(source)))
     tokens, text = load_tokens(args.text, load_tokenizer(source), fold.CHECKED, args.length, EVALUATION)
     print(f"reads   {text}, for the logit differences")
-    models = skipless_models(args, shape, name, load_model(source, torch.float64), paths)
+    models = skipless_models(shape, name, load_model(source, torch.float64), paths)
     return [line for name, model in models.items() for line in every_fold(name, model, tokens)]
 
 
@@ -277,7 +272,7 @@ def main():
     started = begin_stage(STAGE, args, output)
     lines = None if args.report_only else fold_all(args)
     print(f"reads   {path}; {len(weights) - 1} configs")
-    numbers = checkpoint_conditions(path, pick_device(args.device))
+    numbers = checkpoint_conditions(path)
     tables = {"Weights of skipless models of these shapes, without biases and norms": weights_table(weights),
               f"Condition numbers of {args.model}": conditions_table(numbers)}
     if lines:

@@ -93,13 +93,10 @@ def check(model, remove: str) -> None:
 
 def check_square(config, letter: str) -> None:
     """Raise UserError unless this projection maps the model's width to itself."""
-    heads, reason = config.num_attention_heads, f"{config.num_attention_heads} heads of {config.head_dim}"
-    if letter in "kv":
-        heads, reason = config.num_key_value_heads, f"{config.num_key_value_heads} key/value heads of {heads}"
-    sizes = config.hidden_size, heads * config.head_dim
-    if sizes[0] != sizes[1]:
-        found = " x ".join(map(str, reversed(sizes) if letter == "p" else sizes))
-        raise UserError(f"expected a square {letter.upper()} to remove, found {found} ({reason})")
+    heads = config.num_key_value_heads if letter in "kv" else config.num_attention_heads
+    if heads * config.head_dim != config.hidden_size:
+        raise UserError(f"expected a square {letter.upper()} to remove, found {heads} heads of "
+                        f"{config.head_dim} for a width of {config.hidden_size}")
 
 
 @torch.no_grad()

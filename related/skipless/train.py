@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common.data import demo
-from common.data.demo import resolve_model
+from common.data.demo import DEMO, resolve_model
 from common.data.documents import EVALUATION, EXPECTED
 from common.data.pool import samples_digest
 from common.data.rows import Sample
@@ -70,15 +69,15 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/skipless")
-    parser.add_argument("--model", default=demo.DEMO, help="checkpoint that gives shape and tokenizer")
+    parser.add_argument("--model", default=DEMO, help="checkpoint that gives shape and tokenizer")
     parser.add_argument("--parallel", action="store_true", help="attention next to the FFN, not before it")
     parser.add_argument("--without", choices=("q", "k", "v"),
                         help="leave out Q, K or V, and P with it, from the start; K and V for MHA only")
     parser.add_argument("--variants", type=positive,
                         help="train the full model and those --without Q, K and V, N seeds from --seed on")
     parser.section("training")
-    parser.add_argument("--text", default=demo.DEMO, help=EXPECTED)
-    parser.add_argument("--heldout", default=demo.DEMO, help="text of the perplexity, as for --text")
+    parser.add_argument("--text", default=DEMO, help=EXPECTED)
+    parser.add_argument("--heldout", default=DEMO, help="text of the perplexity, as for --text")
     parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--batch", type=positive, default=8, help="sequences per step, over all ranks")
     parser.add_argument("--length", type=positive, default=128, help="tokens per sequence, at least 2")

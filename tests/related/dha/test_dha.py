@@ -128,12 +128,12 @@ def test_fused_heads_are_fused_further_and_shared_groups_of_one_number_are_a_sto
 def test_attention_implementations_agree_step_by_step_too_and_packed_samples_stay_apart(saved):
     path, fused = saved
     expected, cache, steps = all_logits(fused, tokens()), None, []
-    for attention in ("eager", "sdpa", "packed"):
+    for attention in ("eager", "packed"):
         loaded = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention).eval()
         trainee = Trainee(loaded)
         assert max_difference(expected, all_logits(loaded, tokens())) < 1e-4
     with torch.no_grad():
-        both = loaded.lm_head(trainee(build_row([Sample(sample.tolist()) for sample in tokens()], 2)))
+        both = loaded.lm_head(trainee(build_row([Sample(row.tolist()) for row in tokens()], 2)))
         for part in tokens()[:1].split((30, 1, 9), dim=1):
             output = fused(input_ids=part, past_key_values=cache, use_cache=True)
             cache = output.past_key_values

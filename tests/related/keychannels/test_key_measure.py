@@ -86,16 +86,13 @@ def test_equal_channels_share_alike_and_a_large_one_has_all():
 
 @pytest.mark.parametrize("groups", [4, 2])
 def test_attention_is_that_of_scaled_dot_products(groups):
-    """Against the softmax of each query alone, with the keys up to its own position."""
+    """torch's, whose output on the identity as values is the attention of every query."""
     queries, keys = draw(4, 5, 8), draw(groups, 12, 8, seed=1)
-    actual = measure.attention_to(queries, keys, 7, 0.3)
-    for group in range(groups):
-        rows = torch.zeros(4 // groups, 5, 12, dtype=torch.float64)
-        for place, head in enumerate(range(group * 4 // groups, (group + 1) * 4 // groups)):
-            for number in range(5):
-                scores = 0.3 * keys[group, : 8 + number] @ queries[head, number]
-                rows[place, number, : 8 + number] = scores.softmax(0)
-        torch.testing.assert_close(actual[group], rows.mean((0, 1)))
+    seen = torch.ones(5, 12, dtype=torch.bool).tril(7)
+    attention = scaled_dot_product_attention(queries, keys.repeat_interleave(4 // groups, 0),
+                                             torch.eye(12).double().expand(4, -1, -1), seen, scale=0.3)
+    expected = attention.unflatten(0, (groups, -1)).mean((1, 2))
+    torch.testing.assert_close(measure.attention_to(queries, keys, 7, 0.3), expected)
 
 
 def test_later_queries_lose_what_the_window_does_not_choose():

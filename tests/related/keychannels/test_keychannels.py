@@ -206,14 +206,6 @@ def test_a_prompt_in_chunks_is_pruned_as_a_whole(chunk):
             torch.testing.assert_close(getattr(layer, tensor), getattr(expected, tensor))
 
 
-def test_memory_is_freed():
-    model, batch, rows = tiny_model(), batch_of(texts(40, 40)), 3 * 2 * 8  # layers, samples, heads
-    cache = prefilled(model, batch)
-    assert cached_bytes(cache) == rows * (35 * 4 + 5 * 8 + 40 * 8) * 4 + rows * 4 * 2
-    logits(model, second_prompt(batch, 3), cache)
-    assert cached_bytes(cache) == rows * (35 * 4 + 8 * 8 + 43 * 8) * 4 + rows * 4 * 2
-
-
 def test_layers_with_a_sliding_window_keep_their_own_cache():
     shape = {"sliding_window": 8, "max_window_layers": 1, "num_key_value_heads": 2}
     model, batch = tiny_model(model_type="qwen2", use_sliding_window=True, **shape), batch_of(texts(20, 13))

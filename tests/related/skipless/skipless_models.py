@@ -20,11 +20,6 @@ def model_of(parallel=False, kv_heads=HEADS, seed=0, **changes):
     return random_model(SkiplessConfig(**(shape | changes)), seed)
 
 
-def cells(row: str) -> list[str]:
-    """The cells of a row of a Markdown table."""
-    return [cell.strip() for cell in row.strip("|").split("|")]
-
-
 def matrices(model) -> int:
     """The number of weights without biases."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)

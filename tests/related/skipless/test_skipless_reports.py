@@ -11,7 +11,7 @@ from models import save_tiny, tiny_model
 from related.skipless import compare, fold
 from related.skipless.fold import LOGIT_TOLERANCE, MAX_CONDITION
 from runs import run
-from skipless_models import COMPARE, FOLD, TRAIN, cells, matrices, model_of
+from skipless_models import COMPARE, FOLD, TRAIN, matrices, model_of
 from torchrun import ROOT
 
 pytestmark = pytest.mark.slow
@@ -25,17 +25,14 @@ def test_the_last_line_counts_invertible_matrices():
     assert compare.closing_line("m", conditions, None) == expected
 
 
-@pytest.mark.parametrize(("name", "counts", "row"), [
-    ("mistral-7b", (33_554_432, 8_388_608, 176_160_768, 262_144_000),
-     ["serial", "GQA", "15%, 1.17x", "15%, 1.17x"]),
-    ("pythia-6.9b", (33_554_432, 33_554_432, 134_217_728, 413_138_944),  # the paper's has 32 tokens less
-     ["parallel", "MHA", "16%, 1.19x", "8%, 1.08x"]),
-])
-def test_weights_of_the_papers_table(name, counts, row):
+@pytest.mark.parametrize(("name", "counts", "saved"), [
+    ("mistral-7b", (33_554_432, 8_388_608, 176_160_768, 262_144_000), "| 15%, 1.17x | 15%, 1.17x |"),
+    ("pythia-6.9b", (33_554_432, 33_554_432, 134_217_728, 413_138_944), "| 16%, 1.19x | 8%, 1.08x |"),
+])  # the paper's Pythia has 32 tokens less
+def test_weights_of_the_papers_table(name, counts, saved):
     counted = compare.count(load_config(str(ROOT / "related" / "skipless" / "configs" / f"{name}.json")))
     assert (counted["q"] + counted["p"], counted["kv"], counted["ffn"], counted["embeddings"]) == counts
-    shown = cells(compare.weights_table({name: counted}).splitlines()[-1])
-    assert [*shown[1:3], *shown[-2:]] == row
+    assert saved in " ".join(compare.weights_table({name: counted}).split())
     assert counted["without_q_p"] == counted["total"] - 32 * 2 * 4096**2
 
 
