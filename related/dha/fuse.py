@@ -22,21 +22,13 @@ import os
 
 import torch
 
-from common.models import sidecars
 from common.models.equivalence import max_difference, mean_kl, mean_nll
 from common.models.load import load_config, load_tokenizer
-from common.run.artifact import (
-    digest,
-    input_digests,
-    read_record,
-    verify_files,
-    write_directory,
-    write_record,
-)
+from common.run.artifact import digest, input_digests, read_record, verify_files
 from common.run.errors import UserError, run_stage
 from common.run.flags import non_negative_float, positive, stage_parser
 from related.dha import fusion, grouping, training
-from related.dha.records import FUSE, SEARCH
+from related.dha.records import FUSE, SEARCH, write_checkpoint
 
 
 def parse():
@@ -94,9 +86,7 @@ def finish(args, started, search: dict, tokens: torch.Tensor) -> None:
         "cache_heads": heads, "stock": fused.config.model_type == "llama", "data": data,
         **compare_models(config, weights, operators, groups, fused, tokens),
     }
-    with write_directory(output) as aside:
-        sidecars.save(fused, aside, source)
-        write_record(aside, started.record(search["model"], summary))
+    write_checkpoint(output, fused, source, started.record(search["model"], summary))
     title = f"{search['model']['name']}: similarity of fused heads, and the redundancy of each layer"
     grouping.draw_similarity(fused, os.path.join(args.run, "cka-fused.png"), title)
     print(f"checked averaged operators against fused heads: relative logit difference "

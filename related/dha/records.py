@@ -1,8 +1,9 @@
-"""The records of DHA's artifacts: what others read in them, and the steps behind a checkpoint."""
+"""DHA's checkpoints and their records: what others read in them, and the steps behind a checkpoint."""
 
 import os
 
-from common.run.artifact import RECORD, read_record
+from common.models import sidecars
+from common.run.artifact import RECORD, read_record, write_directory, write_record
 from common.run.errors import UserError
 from common.run.files import read_json
 
@@ -12,6 +13,13 @@ SEARCH, FUSE, START, PRETRAIN, REPORT = (
 # flags of search that hold for everything that is compared
 DATA_FLAGS = ("text", "heldout", "sequences", "heldout_sequences", "length", "batch", "tokens_per_microbatch",
               "seed", "lr")
+
+
+def write_checkpoint(output: str, model, source: str, record: dict) -> None:
+    """Write a model that was made from the checkpoint `source`, with its record."""
+    with write_directory(output) as aside:
+        sidecars.save(model, aside, source)
+        write_record(aside, record)
 
 
 def read_start(checkpoint: str) -> dict | None:

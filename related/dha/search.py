@@ -26,14 +26,13 @@ import torch
 from common.data.demo import DEMO, resolve_model
 from common.data.documents import EXPECTED
 from common.data.text import sequence_length
-from common.models import sidecars
 from common.models.families import check_kv_heads, geometry
 from common.models.load import describe, fingerprint, load_config, load_model, load_tokenizer
-from common.run.artifact import verify_files, write_directory, write_record
+from common.run.artifact import verify_files
 from common.run.errors import UserError, run_stage
 from common.run.flags import non_negative_float, positive, seed, stage_parser
 from related.dha import fusion, grouping, training
-from related.dha.records import DATA_FLAGS, FUSE, SEARCH, read_start, steps_before
+from related.dha.records import DATA_FLAGS, FUSE, SEARCH, read_start, steps_before, write_checkpoint
 
 
 def parse():
@@ -46,7 +45,6 @@ def parse():
                                            "(default: a quarter of query heads)")
     flag("--ladder", type=positive, nargs="+", metavar="N", help="numbers of heads that a layer may keep "
                                                                  "(default: half, once and twice --kv-heads)")
-    flag("--walks", type=positive, default=50, help="annealing walks per layer (published: 1)")
     parser.section("text, the same for everything that is compared")  # and --lr: records.DATA_FLAGS
     flag("--text", default=DEMO, help=f"training text: {EXPECTED}")
     flag("--heldout", default=DEMO, help="text whose losses are compared")
@@ -102,7 +100,7 @@ def check_texts(args, positions: int) -> None:
     sequence_length(args.length, args.length, positions, least=2)
 
 
-def choose_groups(args, operators: dict, kv_heads: int, ladder: list[int]) -> tuple[dict, dict]:
+def choose_groups(operators: dict, kv_heads: int, ladder: list[int], seed: int) -> tuple[dict, dict]:
     """Key and value groups of every layer from the operators after search, and the numbers behind them."""
     groups, metrics = {}, {}
     for kind in fusion.PROJECTIONS:
@@ -115,7 +113,7 @@ def choose_groups(args, operators: dict, kv_heads: int, ladder: list[int]) -> tu
         groups[kind], within, random = [], [], []
         for operator, count in zip(layers, counts, strict=True):
             scores = fusion.pair_losses(operator)[0]
-            chosen = grouping.anneal(scores, count, args.walks, args.seed)
+            chosen = grouping.anneal(scores, count, seed)
             groups[kind].append(chosen)
             within.append(grouping.within(scores.tolist(), chosen))
             random.append(grouping.within_random(scores, count))
@@ -142,13 +140,11 @@ def finish(args, started, model: dict, summary: dict) -> None:
     output = os.path.join(args.run, "searched")
     weights, operators, _, steps = training.last_weights(os.path.join(args.run, "search"))
     config = load_config(model["path"])
-    groups, choice = choose_groups(args, operators, summary["kv_heads"], summary["ladder"])
+    groups, choice = choose_groups(operators, summary["kv_heads"], summary["ladder"], args.seed)
     whole = fusion.whole_layers(fusion.head_counts(config))
     folded, difference = fold_operators(config, weights, operators, whole)
     summary |= {"unchanged_by_folding": difference} | choice
-    with write_directory(output) as aside:
-        sidecars.save(folded, aside, model["path"])
-        write_record(aside, started.record(model, summary, groups=groups))
+    write_checkpoint(output, folded, model["path"], started.record(model, summary, groups=groups))
     print(f"wrote   {output}\nsearch: {steps} steps; key heads {choice['key']['heads']}, value heads "
           f"{choice['value']['heads']}; relative logit difference after folding {difference:.1e}, in "
           f"{started.clock()} s")

@@ -34,7 +34,6 @@ from common.data.text import load_tokens
 from common.method.grouping import anneal
 from common.method.procrustes import align_layer
 from common.method.stats import LayerGrams, group_blocks
-from common.models import sidecars
 from common.models.calibration import Calibration
 from common.models.edits import fuse_layer, head_columns, head_rows
 from common.models.equivalence import mean_kl
@@ -43,20 +42,12 @@ from common.models.layers import Layers
 from common.models.load import describe, load_model, load_tokenizer
 from common.models.refit import Refit
 from common.run import flags
-from common.run.artifact import (
-    begin_stage,
-    check_same_model,
-    input_digests,
-    read_record,
-    verify_files,
-    write_directory,
-    write_record,
-)
+from common.run.artifact import begin_stage, check_same_model, input_digests, read_record, verify_files
 from common.run.errors import UserError, run_stage
 from common.run.flags import positive, stage_parser
 from common.run.progress import Progress
 from related.dha import fusion
-from related.dha.records import SEARCH, START
+from related.dha.records import SEARCH, START, write_checkpoint
 from related.dha.training import all_logits, relative_difference
 
 KINDS = tuple(fusion.PROJECTIONS)
@@ -290,10 +281,8 @@ def main():
     model, metrics = MERGES[args.merge](args, path, search, grams_of)
     heads = fusion.head_counts(model.config)
     summary = metrics | {"heads": heads, "stock": model.config.model_type == "llama"}
-    with write_directory(output) as aside:
-        sidecars.save(model, aside, path)
-        groups = {"groups": search["groups"]} if none else {}
-        write_record(aside, started.record(search["model"], summary, **groups))
+    groups = {"groups": search["groups"]} if none else {}
+    write_checkpoint(output, model, path, started.record(search["model"], summary, **groups))
     print(f"cache   key heads {heads['key']}, value heads {heads['value']}\nwrote   {output}\n"
           f"start: heads of {path}, --merge {args.merge}, in {started.clock()} s")
 

@@ -55,7 +55,7 @@ OTHERS = tuple(name for name in SELECTORS if name != "think")
 EXACT_SIZE = 16  # largest head size at which all sets of channels are enumerated
 EQUAL = 1e-9  # relative difference below which two objectives count as the same
 CHOICE_COLUMNS = ("lambda", "channels kept", "selector", "objective", "vs think",
-                  "lower / same / higher than think", "another is lower", "optimal", "output error")
+                  "lower / same / higher than think", "optimal", "output error")
 USE_COLUMNS = ("lambda", "selector", "perplexity", "loss over plain, nats", "texts lower than think", "cache",
                "vs plain", "prefill time", "decode time")
 SHARES = (0.1, 0.25, 0.5)  # premises: of the channels
@@ -175,15 +175,14 @@ def summarize(args, effects: list[dict]) -> dict[tuple[float, str], dict]:
     summary = {}
     for ratio in args.ratios:
         costs = {select: joined(ratio, select, "objective") for select in ("think", *args.select)}
-        think, lowest = costs["think"], torch.stack(list(costs.values())).amin(0)
+        think = costs["think"]
         for select, cost in costs.items():
             lower, higher = cost < think * (1 - EQUAL), cost > think * (1 + EQUAL)
             error = joined(ratio, select, "error").sum() / joined(ratio, select, "output").sum()
             row = {"heads": len(cost), "objective": float(cost.mean()), "output_error": float(error.sqrt()),
                    "lower_than_think": int(lower.sum()), "same_as_think": int((~lower & ~higher).sum()),
                    "higher_than_think": int(higher.sum()),
-                   "change_to_think": float(cost.mean() / think.mean() - 1),
-                   "above_another": int((cost > lowest * (1 + EQUAL)).sum())}
+                   "change_to_think": float(cost.mean() / think.mean() - 1)}
             if (ratio, "exact") in effects[0]:
                 best = joined(ratio, "exact", "objective")
                 row["best_of_all_sets"] = int((cost <= best * (1 + EQUAL)).sum())
@@ -269,8 +268,8 @@ def tables(metrics: dict) -> str:
             counts = f"{row['lower_than_think']} / {row['same_as_think']} / {row['higher_than_think']}"
             lower = f"{row['texts_lower_than_think']} of {metrics['texts']}"
         chosen.append((row["ratio"], f"{row['channels']} of {model['head_dim']}", row["select"],
-                       f"{row['objective']:.5f}", change, counts, row["above_another"],
-                       row.get("best_of_all_sets", ""), f"{row['output_error']:.4f}"))
+                       f"{row['objective']:.5f}", change, counts, row.get("best_of_all_sets", ""),
+                       f"{row['output_error']:.4f}"))
         used.append((row["ratio"], row["select"], f"{row['perplexity']:.3f}",
                      f"{row['loss_over_plain']:+.4f} ± {row['loss_over_plain_stderr']:.4f}", lower,
                      f"{row['cache_bytes'] / 1024:.1f} KiB", f"{row['cache_bytes'] / plain:.3f}",
@@ -307,12 +306,11 @@ def picture(plt, results: dict[str, dict], title: str):
 
 
 def closing_line(results: dict[str, dict], select: str) -> str:
-    """One selector against the others over all checkpoints."""
+    """One selector against think over all checkpoints."""
     rows = [row for metrics in results.values() for row in metrics["rows"] if row["select"] == select]
-    lower, higher, above, heads = (sum(row[name] for row in rows) for name in (
-        "lower_than_think", "higher_than_think", "above_another", "heads"))
-    return (f"{select} below think on {lower} of {heads} choices, above on {higher}, above any other on "
-            f"{above}")
+    lower, higher, heads = (sum(row[name] for row in rows)
+                            for name in ("lower_than_think", "higher_than_think", "heads"))
+    return f"{select} below think on {lower} of {heads} choices, above on {higher}"
 
 
 def largest_shares(energy: torch.Tensor) -> dict[str, torch.Tensor]:

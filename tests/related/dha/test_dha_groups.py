@@ -57,7 +57,7 @@ def test_annealing_finds_the_best_of_all_groupings_and_keeps_its_books(count):
     for seed in range(4):
         losses = random_losses(8, seed)
         totals = [grouping.within(losses.tolist(), groups) for groups in all_groupings(EIGHT, 8 // count)]
-        groups = grouping.anneal(losses, count, 50, seed)
+        groups = grouping.anneal(losses, count, seed)
         assert grouping.within(losses.tolist(), groups) == pytest.approx(min(totals))
         assert grouping.within_random(losses, count) == pytest.approx(sum(totals) / len(totals))
         total, groups = grouping.walk(losses.tolist(), count, random.Random(seed))  # summed up swap by swap
@@ -69,9 +69,9 @@ def test_walks_start_from_losses_over_their_mean_and_the_best_one_counts():
     losses, draw = random_losses(16, 0), random.Random(0)
     first, second = torch.triu_indices(16, 16, 1)
     scaled = (losses.double() / float(losses[first, second].mean())).tolist()
-    walks = [grouping.walk(scaled, 4, draw) for _ in range(6)]
+    walks = [grouping.walk(scaled, 4, draw) for _ in range(grouping.WALKS)]
     assert len({total for total, _ in walks}) > 1
-    assert grouping.anneal(losses, 4, 6, seed=0) == sorted(sorted(group) for group in min(walks)[1])
+    assert grouping.anneal(losses, 4, seed=0) == sorted(sorted(group) for group in min(walks)[1])
 
 
 def test_a_walk_from_a_random_grouping_cools_from_100_to_a_thousandth_by_a_tenth_each_proposal(monkeypatch):
@@ -104,7 +104,7 @@ def test_search_groups_heads_by_their_own_kind_and_budgets_layers_by_their_loss(
         operators[f"{layer}_{kind}"] = operators[f"{layer}_{kind}"].clone()
         for group in groups:
             operators[f"{layer}_{kind}"][0, group] = fusion.kronecker([EIGHT], 2)[0, group].mean(0)
-    groups, metrics = search.choose_groups(SimpleNamespace(walks=20, seed=0), operators, 2, [1, 2, 4])
+    groups, metrics = search.choose_groups(operators, 2, [1, 2, 4], seed=0)
     for kind, (layer, expected) in pairs.items():
         assert metrics[kind]["heads"] == [4 if index == layer else 1 for index in range(3)]
         assert groups[kind] == [expected if index == layer else [EIGHT] for index in range(3)]

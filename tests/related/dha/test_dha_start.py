@@ -93,12 +93,6 @@ def test_groups_of_least_energy_and_the_heads_a_layer_needs_are_those_that_lose_
         below = [cost for heads, cost in costs[kind][index].items() if heads < needed[kind][index]]
         assert costs[kind][index][needed[kind][index]] < 1e-6 < min(below, default=1)
         assert costs[kind][index][8] == 0
-    groups = start.energy_groups(losses["key"], [1, 1, 1])[2]
-    alone = {"key": [source.single, source.single, groups], "value": [source.single] * 3}
-    log_p, log_q = (torch.stack(all_logits(model, tokens(4, 64)))[:, :-1].double().log_softmax(-1)
-                    for model in (source.layers.model, source.merged(alone)))
-    kl = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
-    assert costs["key"][2][1] == pytest.approx(kl, rel=1e-4)
 
 
 def test_the_cheapest_counts_are_those_of_all():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from scipy.special import expit, softmax
 from scipy.stats import norm
-from transformers import AutoModelForCausalLM
 
 from common.run.errors import UserError
 from related.skipless import fold
@@ -156,18 +155,6 @@ def test_condition_numbers_are_those_of_numpy():
     expected = np.linalg.cond(attention.q_proj.weight.detach().double().numpy())
     assert conditions["q"] == pytest.approx(expected, rel=1e-12)
     assert fold.condition_numbers(fold.fold(model, "q").model.layers[0].self_attn) == {}
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-def test_folded_checkpoint_loads_by_auto_class_and_generates_with_a_cache(parallel, tmp_path):
-    folded = fold.fold(model_of(parallel, kv_heads=2), "q")
-    folded.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
-    assert difference(folded, loaded) == 0
-    prompt = tokens()[:1, :5]
-    tokens_by_cache = [loaded.generate(prompt, max_new_tokens=10, do_sample=False, use_cache=use_cache)
-                       for use_cache in (True, False)]
-    assert torch.equal(*tokens_by_cache) and tokens_by_cache[0].shape == (1, 15)
 
 
 def test_relative_difference_is_over_the_largest_logit_of_the_reference():
