@@ -1,13 +1,14 @@
 """DHA's heads in closed form, head counts by measured loss, and heads aligned before fusion."""
 
+import copy
 import itertools
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from common.method.rope import rotate_pairs
 from common.models.calibration import Calibration
 from common.models.layers import Layers
 from dha_models import GROUPS, tokens
@@ -24,44 +25,31 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def share_heads(model, value_maps, key_factors) -> None:
-    """Values of each group in GROUPS are maps [d, d] of one, keys are equal up to a complex factor per pair.
-
-    value_maps, key_factors: layer -> [H, d, d], [H, d / 2].
-    """
-    for index, layer in enumerate(model.model.layers):
-        firsts = {}
-        for kind, groups in GROUPS.items():
-            firsts[kind] = torch.empty(8, dtype=int)
-            for group in groups[index]:
-                firsts[kind][group] = group[0]
-        for parameter in layer.self_attn.v_proj.parameters():
+def share_heads(attention, index: int) -> None:
+    """Make the heads of each of a layer's groups in GROUPS one, up to rotations."""
+    values, keys = attention.v_proj.parameters(), attention.k_proj.parameters()
+    turns = torch.polar(torch.ones(8, 4), normal(8, 4, seed=9 + index))
+    rotations, _ = torch.linalg.qr(normal(8, 8, 8, seed=index))
+    for kind, parameters, rotate in (("value", values, lambda heads: rotations @ heads),
+                                     ("key", keys, lambda heads: rotate_pairs(heads, turns))):
+        first = {head: group[0] for group in GROUPS[kind][index] for head in group}
+        for parameter in parameters:
             heads = parameter.view(8, 8, -1)
-            heads.copy_(value_maps(index) @ heads[firsts["value"]])
-        for parameter in layer.self_attn.k_proj.parameters():
-            heads = parameter.view(8, 8, -1)
-            pairs = torch.complex(heads[:, :4], heads[:, 4:])[firsts["key"]] * key_factors(index)[..., None]
-            heads.copy_(torch.cat((pairs.real, pairs.imag), 1))
-
-
-def calibrate(model, home: Path, text: str) -> str:
-    """Save the model in `home` and calibrate it; returns the calibration directory."""
-    model.save_pretrained(home / "model")
-    byte_tokenizer().save_pretrained(home / "model")
-    run("01_calibrate.py", "--run", home, "--model", home / "model", "--text", text, "--sequences", 8,
-        "--length", 64)
-    return str(home / "calibration")
+            heads.copy_(rotate(heads[[first[head] for head in range(8)]]))
 
 
 @pytest.fixture(scope="module")
 def source(inputs, tmp_path_factory):
     """A calibrated model whose heads share what they can, as a Source."""
-    home, model = tmp_path_factory.mktemp("closed-form"), tiny_model(bias=True)
-    share_heads(model, lambda index: normal(8, 8, 8, seed=index),
-                lambda index: torch.complex(*normal(2, 8, 4, seed=9 + index)))
-    calibration = calibrate(model, home, inputs["text"])
+    home, model = tmp_path_factory.mktemp("shared"), tiny_model(bias=True)
+    for index, layer in enumerate(model.model.layers):
+        share_heads(layer.self_attn, index)
+    model.save_pretrained(home / "model")
+    byte_tokenizer().save_pretrained(home / "model")
+    run("01_calibrate.py", "--run", home, "--model", home / "model", "--text", inputs["text"],
+        "--sequences", 8, "--length", 64)
     layers = Layers(str(home / "model"), torch.float32, "cpu")
-    return start.Source(layers, partial(Calibration(calibration).grams, "cpu"), 64)
+    return start.Source(layers, partial(Calibration(str(home / "calibration")).grams, "cpu"), 64)
 
 
 def logits_of(model) -> torch.Tensor:
@@ -86,8 +74,7 @@ def test_groups_of_least_energy_and_the_heads_a_layer_needs_are_those_that_lose_
         assert start.energy_groups(losses[kind], needed[kind]) == groups
         for loss, layer in zip(losses[kind], groups, strict=True):
             assert max(loss[np.ix_(group, group)].max() for group in layer) < 1e-6
-    total = sum(map(sum, needed.values()))
-    counts, costs = start.measure_counts(source, losses, total, tokens(4, 64))
+    counts, costs = start.measure_counts(source, losses, sum(map(sum, needed.values())), tokens(4, 64))
     assert counts == needed
     for kind, index in itertools.product(needed, range(3)):
         below = [cost for heads, cost in costs[kind][index].items() if heads < needed[kind][index]]
@@ -107,18 +94,15 @@ def test_the_cheapest_counts_are_those_of_all():
 
 
 @torch.no_grad()
-def test_rotated_heads_are_nearer_to_their_own_groups(inputs, tmp_path):
-    """Heads equal up to rotations, keys and values in groups of their own, become equal; nothing else is."""
-    model, angles = tiny_model(), normal(8, 4, seed=3)
-    share_heads(model, lambda index: torch.linalg.qr(normal(8, 8, 8, seed=4))[0],
-                lambda index: torch.polar(torch.ones(8, 4), angles))
-    calibration, expected = calibrate(model, tmp_path, inputs["text"]), logits_of(model)
+def test_rotated_heads_are_nearer_to_their_own_groups(source):
+    """Those of each group become equal; nothing else changes."""
+    model = copy.deepcopy(source.layers.model)
     for index, layer in enumerate(model.model.layers):
-        grams = Calibration(calibration).grams("cpu", index)
-        start.rotate_layer(layer.self_attn, grams, GROUPS["key"][index], GROUPS["value"][index])
+        groups = {kind: GROUPS[kind][index] for kind in start.KINDS}
+        start.rotate_layer(layer.self_attn, source.grams_of(index), groups["key"], groups["value"])
         for kind, name in (("value", "v_proj"), ("key", "k_proj")):
             heads = getattr(layer.self_attn, name).weight.view(8, 8, -1)
-            for group in GROUPS[kind][index]:
+            for group in groups[kind]:
                 torch.testing.assert_close(heads[group], heads[group[:1]].expand(len(group), -1, -1),
                                            rtol=0, atol=1e-4)
-    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits_of(model), logits_of(source.layers.model), rtol=0, atol=1e-4)
