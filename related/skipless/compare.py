@@ -175,7 +175,7 @@ def every_fold(name: str, model, tokens: torch.Tensor) -> list[dict]:
     return lines
 
 
-def skipless_models(shape, name: str, stock, paths: dict[str, str]) -> dict:
+def models_to_fold(shape, name: str, stock, paths: dict[str, str]) -> dict:
     """Name -> float64 model: random ones of this shape, those of a stock model's matrices, trained ones."""
     divisors, models = allowed_kv_heads(shape.num_attention_heads), {}
     kv_heads = {"MHA": shape.num_attention_heads, "GQA": divisors[len(divisors) // 2], "MQA": 1}
@@ -206,7 +206,7 @@ def fold_all(args) -> list[dict]:
         verify_files(path, read_record(path, train.STAGE, describe(source)))
     tokens, text = load_tokens(args.text, load_tokenizer(source), fold.CHECKED, args.length, EVALUATION)
     print(f"reads   {text}, for the logit differences")
-    models = skipless_models(shape, name, load_model(source, torch.float64), paths)
+    models = models_to_fold(shape, name, load_model(source, torch.float64), paths)
     return [line for name, model in models.items() for line in every_fold(name, model, tokens)]
 
 

@@ -13,7 +13,7 @@ from reference import Gradients
 from related.dha import fusion, training
 
 pytestmark = pytest.mark.slow
-BATCHES = {"batch": 4, "seed": 0, "tokens_per_microbatch": 128}
+BATCHES = {"batch": 4, "seed": 0, "tokens_per_microbatch": 64}  # two rows a step
 RATES = {"lr": 1e-3, "operator_lr": 2e-2, "lambda_lr": 5.0}
 FLAGS = SimpleNamespace(warmup=0.1, print_every=100, heldout_every=100)
 
