@@ -22,14 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from common.run.errors import UserError
-from related.keychannels.channels import SELECTORS, kept_channels, removed_count
+from related.keychannels.channels import SELECTORS, by_key_head, kept_channels, removed_count
 
 ATTENTION = "key_channels"  # name in transformers' attention registry
-
-
-def by_key_head(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, d] -> [B, G, H / G * T, d]: stack the queries of all heads that read the same key head."""
-    return queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
 
 
 class KeyChannelLayer(DynamicLayer):

@@ -1,4 +1,4 @@
-"""Choosing which channels of the cached keys to remove: the objective and five selectors.
+"""Choosing which channels of the cached keys to remove: the objective, five selectors, and two premises.
 
 For one key head, K [L, d] are the keys that lose channels and Q [n, d] the last queries of the prompt, with
 all query heads that read this key head stacked; both after RoPE. Removing the channels in B changes the
@@ -24,7 +24,14 @@ import math
 
 import torch
 
+SHARES = (0.1, 0.25, 0.5)  # premises: of the channels
+POSITIONS, REMOVED = 0.1, 0.5  # premises: share of the prompt that is chosen, of channels that are removed
 ROUNDING = 1e-12  # of the trace of W: a swap that gains less could be undone by rounding, and loop for ever
+
+
+def by_key_head(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[B, H, T, d] -> [B, G, H / G * T, d]: stack the queries of all heads that read the same key head."""
+    return queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
 
 
 def interactions(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -116,3 +123,51 @@ def kept_channels(
     pruned = interactions(queries, old)
     removed = SELECTORS[select](pruned, pruned + interactions(queries, late), count)
     return (~removed).nonzero()[:, -1].view(*removed.shape[:-1], removed.shape[-1] - count)
+
+
+def largest_shares(energy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The share of energy [..., d] in the largest SHARES of the channels, each [...]."""
+    ordered = energy.sort(-1, descending=True).values
+    counts = {f"{share:.0%}": max(1, round(share * energy.shape[-1])) for share in SHARES}
+    return {name: ordered[..., :count].sum(-1) / energy.sum(-1) for name, count in counts.items()}
+
+
+def attention_to(queries: torch.Tensor, keys: torch.Tensor, first: int, scaling: float) -> torch.Tensor:
+    """Mean attention [G, T] to every key, over queries and the query heads of each key head.
+
+    queries: [H, n, d] at positions first, first + 1, ...; keys: [G, T, d].
+    """
+    scores = scaling * queries.unflatten(0, (len(keys), -1)) @ keys[:, None].mT  # [G, H / G, n, T]
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=keys.device).tril(first)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1).mean((1, 2))
+
+
+def chosen_share(attention: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """The share of attention [G, T] in the POSITIONS that `by` [G, T] is largest at: [G]."""
+    count = max(1, round(POSITIONS * attention.shape[-1]))
+    return attention.take_along_dim(by.topk(count).indices, -1).sum(-1) / attention.sum(-1)
+
+
+def head_premises(queries: torch.Tensor, keys: torch.Tensor, prompt: int, observed: int,
+                  scaling: float) -> dict[str, dict[str, torch.Tensor]]:
+    """Whether channels and positions chosen by a window serve later queries, in one layer and text; each [G].
+
+    queries: [H, T, d]; keys: [G, T, d]; after RoPE. prompt: its tokens, the last `observed` of which are the
+    window.
+    """
+    window = prompt - observed
+    before, queries, keys = keys[:, :window].double(), queries.double(), keys.double()
+    early, later = queries[:, window:prompt], queries[:, prompt:]
+    by_window, by_later = (interactions(by_key_head(part[None], keys[None])[0], before)
+                           for part in (early, later))
+    attention = {"the window": attention_to(early, keys[:, :prompt], window, scaling)[:, :window],
+                 "later queries": attention_to(later, keys, prompt, scaling)[:, :window]}
+    attention["recency"] = torch.arange(window, dtype=torch.float64, device=keys.device).expand(len(keys), -1)
+    count, chooser = removed_count(REMOVED, keys.shape[-1]), SELECTORS["greedy+swap"]
+    return {
+        "keys": largest_shares(before.square().sum(1)),
+        "scores": largest_shares(by_window.diagonal(dim1=-2, dim2=-1)),
+        "positions": {name: chosen_share(attention["later queries"], by) for name, by in attention.items()},
+        "channels": {name: objective(by_later, chooser(by, by, count)) / by_later.sum((-1, -2))
+                     for name, by in (("the window", by_window), ("later queries", by_later))},
+    }

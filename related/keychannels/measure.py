@@ -46,20 +46,18 @@ from common.run.files import write_text
 from common.run.flags import device as device_flag
 from common.run.flags import non_negative, positive, probability, stage_parser
 from common.run.progress import Progress
-from related.keychannels.cache import ATTENTION, KeyChannelCache, KeyChannelLayer, by_key_head, cached_bytes
-from related.keychannels.channels import SELECTORS, exact, interactions, objective, removed_count
+from related.keychannels import channels
+from related.keychannels.cache import ATTENTION, KeyChannelCache, KeyChannelLayer, cached_bytes
 
 STAGE = "related/keychannels/measure.py"
 PLAIN = None  # in the place of a choice (lambda, selector): the plain cache
-OTHERS = tuple(name for name in SELECTORS if name != "think")
+OTHERS = tuple(name for name in channels.SELECTORS if name != "think")
 EXACT_SIZE = 16  # largest head size at which all sets of channels are enumerated
 EQUAL = 1e-9  # relative difference below which two objectives count as the same
 CHOICE_COLUMNS = ("lambda", "channels kept", "selector", "objective", "vs think",
                   "lower / same / higher than think", "optimal", "output error")
 USE_COLUMNS = ("lambda", "selector", "perplexity", "loss over plain, nats", "texts lower than think", "cache",
                "vs plain", "prefill time", "decode time")
-SHARES = (0.1, 0.25, 0.5)  # premises: of the channels
-POSITIONS, REMOVED = 0.1, 0.5  # premises: share of the prompt that is chosen, of channels that are removed
 PREMISES = {"keys": "energy of keys in the largest {} of channels",
             "scores": "energy of scores in the largest {} of channels",
             "positions": "later attention to a tenth of the prompt, chosen by {}",
@@ -107,9 +105,9 @@ def check(args, path: str) -> None:
                         f"{args.observed} and {args.recent}")
     size = geometry(config).head_dim
     for ratio in args.ratios:
-        if not 0 < removed_count(ratio, size) < size:
+        if not 0 < channels.removed_count(ratio, size) < size:
             raise UserError(f"--ratios: expected to remove 1 to {size - 1} of the {size} channels of {path}, "
-                            f"found {removed_count(ratio, size)} at {ratio}")
+                            f"found {channels.removed_count(ratio, size)} at {ratio}")
 
 
 def choices(args) -> list[tuple[float, str]]:
@@ -145,8 +143,8 @@ def head_effects(args, queries, keys, values, output, scaling: float) -> dict[tu
     the attention output on the continuation. (lambda, "exact") has the best objective, for small heads.
     """
     prompt, size, effects = args.prompt, keys.shape[-1], {}
-    observed = by_key_head(queries[:, :, prompt - args.observed : prompt], keys)
-    weights = interactions(observed, keys[:, :, : prompt - args.recent])
+    observed = channels.by_key_head(queries[:, :, prompt - args.observed : prompt], keys)
+    weights = channels.interactions(observed, keys[:, :, : prompt - args.recent])
     whole, before = weights.sum((-1, -2)), output[:, prompt:].double()
     mask = torch.ones(args.continuation, keys.shape[2], dtype=torch.bool, device=keys.device).tril(prompt)
     for ratio, select in choices(args):
@@ -157,12 +155,12 @@ def head_effects(args, queries, keys, values, output, scaling: float) -> dict[tu
         removed = torch.ones_like(weights[..., 0], dtype=torch.bool)
         removed.scatter_(-1, layer.channels.long(), False)
         after = layer.attend(queries[:, :, prompt:], values, mask, scaling)
-        effects[ratio, select] = {"objective": objective(weights, removed) / whole,
+        effects[ratio, select] = {"objective": channels.objective(weights, removed) / whole,
                                   "error": (after - before).square().sum(), "output": before.square().sum()}
     if size <= EXACT_SIZE:
         for ratio in args.ratios:
-            best = exact(weights, removed_count(ratio, size))
-            effects[ratio, "exact"] = {"objective": objective(weights, best) / whole}
+            best = channels.exact(weights, channels.removed_count(ratio, size))
+            effects[ratio, "exact"] = {"objective": channels.objective(weights, best) / whole}
     return effects
 
 
@@ -246,7 +244,7 @@ def measure(args, path: str, model, tokens: torch.Tensor) -> dict:
     description = describe(path)
     for choice in choices(args):
         ratio, select = choice
-        kept = description["head_dim"] - removed_count(ratio, description["head_dim"])
+        kept = description["head_dim"] - channels.removed_count(ratio, description["head_dim"])
         prefill, decode = (mine / plain for mine, plain in zip(times[choice], times[PLAIN], strict=True))
         rows.append({"ratio": ratio, "select": select, "channels": kept} | summary[choice]
                     | compare_losses(losses[choice], losses[PLAIN], losses[ratio, "think"])
@@ -313,55 +311,13 @@ def closing_line(results: dict[str, dict], select: str) -> str:
     return f"{select} below think on {lower} of {heads} choices, above on {higher}"
 
 
-def largest_shares(energy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The share of energy [..., d] in the largest SHARES of the channels, each [...]."""
-    ordered = energy.sort(-1, descending=True).values
-    counts = {f"{share:.0%}": max(1, round(share * energy.shape[-1])) for share in SHARES}
-    return {name: ordered[..., :count].sum(-1) / energy.sum(-1) for name, count in counts.items()}
-
-
-def attention_to(queries: torch.Tensor, keys: torch.Tensor, first: int, scaling: float) -> torch.Tensor:
-    """Mean attention [G, T] to every key, over queries and the query heads of each key head.
-
-    queries: [H, n, d] at positions first, first + 1, ...; keys: [G, T, d].
-    """
-    scores = scaling * queries.unflatten(0, (len(keys), -1)) @ keys[:, None].mT  # [G, H / G, n, T]
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=keys.device).tril(first)
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1).mean((1, 2))
-
-
-def chosen_share(attention: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """The share of attention [G, T] in the POSITIONS that `by` [G, T] is largest at: [G]."""
-    count = max(1, round(POSITIONS * attention.shape[-1]))
-    return attention.take_along_dim(by.topk(count).indices, -1).sum(-1) / attention.sum(-1)
-
-
-def head_premises(args, queries, keys, scaling: float) -> dict[str, dict[str, torch.Tensor]]:
-    """Metrics of one layer and text, each [G]. queries: [H, T, d]; keys: [G, T, d]; after RoPE."""
-    prompt, window = args.prompt, args.prompt - args.observed
-    before, queries, keys = keys[:, :window].double(), queries.double(), keys.double()
-    observed, later = queries[:, window:prompt], queries[:, prompt:]
-    by_window, by_later = (interactions(by_key_head(part[None], keys[None])[0], before)
-                           for part in (observed, later))
-    attention = {"the window": attention_to(observed, keys[:, :prompt], window, scaling)[:, :window],
-                 "later queries": attention_to(later, keys, prompt, scaling)[:, :window]}
-    attention["recency"] = torch.arange(window, dtype=torch.float64, device=keys.device).expand(len(keys), -1)
-    count, chooser = removed_count(REMOVED, keys.shape[-1]), SELECTORS["greedy+swap"]
-    return {
-        "keys": largest_shares(before.square().sum(1)),
-        "scores": largest_shares(by_window.diagonal(dim1=-2, dim2=-1)),
-        "positions": {name: chosen_share(attention["later queries"], by) for name, by in attention.items()},
-        "channels": {name: objective(by_later, chooser(by, by, count)) / by_later.sum((-1, -2))
-                     for name, by in (("the window", by_window), ("later queries", by_later))},
-    }
-
-
 def premises(args, path: str, model, tokens: torch.Tensor) -> dict[str, dict[str, list[float]]]:
     """What is shown by row and column, over all layers without a sliding window, key heads and texts."""
     everything = {name: {} for name in PREMISES}
 
     def note(queries, keys, values, output, scaling: float) -> None:
-        for name, metrics in head_premises(args, queries[0], keys[0], scaling).items():
+        found = channels.head_premises(queries[0], keys[0], args.prompt, args.observed, scaling)
+        for name, metrics in found.items():
             for column, numbers in metrics.items():
                 everything[name].setdefault(column, []).extend(numbers.tolist())
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from key_models import MODELS, draw, states, texts
 from models import save_tiny, tiny_model
-from related.keychannels import measure
+from related.keychannels import channels, measure
 from related.keychannels.channels import kept_channels
 from runs import run
 
@@ -78,7 +78,7 @@ def test_losses_are_compared_text_by_text():
 
 def test_equal_channels_share_alike_and_a_large_one_has_all():
     energy = torch.stack((torch.ones(40), torch.eye(40)[7]))
-    for share, part in zip(measure.largest_shares(energy).values(), measure.SHARES, strict=True):
+    for share, part in zip(channels.largest_shares(energy).values(), channels.SHARES, strict=True):
         assert share.tolist() == pytest.approx([part, 1.0])
 
 
@@ -90,21 +90,21 @@ def test_attention_is_that_of_scaled_dot_products(groups):
     attention = scaled_dot_product_attention(queries, keys.repeat_interleave(4 // groups, 0),
                                              torch.eye(12).double().expand(4, -1, -1), seen, scale=0.3)
     expected = attention.unflatten(0, (groups, -1)).mean((1, 2))
-    torch.testing.assert_close(measure.attention_to(queries, keys, 7, 0.3), expected)
+    torch.testing.assert_close(channels.attention_to(queries, keys, 7, 0.3), expected)
 
 
 def test_later_queries_lose_what_the_window_does_not_choose():
     """Of their attention to the 20 positions before the window, and of their scores."""
     queries, keys = draw(4, 32, 8), draw(2, 32, 8, seed=1)
     keys[:, 20:24] *= 4  # the window attends to itself most
-    figures = measure.head_premises(settings(prompt=24, observed=4), queries, keys, 1.0)
+    figures = channels.head_premises(queries, keys, 24, 4, 1.0)
     before, observed = keys[:, :20], queries[:, 20:24]
     energy = before.square().sum(1)
-    torch.testing.assert_close(figures["keys"], measure.largest_shares(energy))
+    torch.testing.assert_close(figures["keys"], channels.largest_shares(energy))
     of_scores = energy * observed.square().sum(1).unflatten(0, (2, 2)).sum(1)
-    torch.testing.assert_close(figures["scores"], measure.largest_shares(of_scores))
-    attention = measure.attention_to(queries[:, 24:], keys, 24, 1.0)[:, :20]
-    by_window = measure.attention_to(observed, keys[:, :24], 20, 1.0)[:, :20]
+    torch.testing.assert_close(figures["scores"], channels.largest_shares(of_scores))
+    attention = channels.attention_to(queries[:, 24:], keys, 24, 1.0)[:, :20]
+    by_window = channels.attention_to(observed, keys[:, :24], 20, 1.0)[:, :20]
     for name, by in (("the window", by_window), ("later queries", attention),
                      ("recency", torch.arange(20.0).expand(2, -1))):
         shares = [float(row[chosen.topk(2).indices].sum() / row.sum())
