@@ -22,7 +22,7 @@ import torch
 from common.data.documents import EVALUATION
 from common.data.text import load_tokens
 from common.evaluation.evaluate import cache_bytes_per_token
-from common.models.equivalence import mean_kl, mean_nll
+from common.models.equivalence import mean_kl, mean_nll, sequence_losses
 from common.models.load import load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table
@@ -139,10 +139,6 @@ def compare_trained(args, search: dict, aside: str) -> tuple[str, dict, str]:
     check_input(fusing, os.path.join(args.run, "searched"))
     model, searched, fused = search["model"], search["summary"], fusing["summary"]
     rows = read_rows(args.run, args.names)
-    text = (f"{comparison_table(rows)}\n\n"
-            f"Key heads per layer {searched['key']['heads']}, value heads {searched['value']['heads']}. "
-            f"L_fusion ended at {fused['fusion_loss']:.1e} after {fused['steps']} steps; averaging took the "
-            f"held-out loss from {fused['loss_ended']:.3f} to {fused['loss_fused']:.3f}.\n")
     uncompressed = uncompressed_curve(args.run, searched, fused)
     points = {name: row["heldout"] for name, row in rows.items()}
     title = f"{model['name']}: {model['heads']} heads, a cache of {searched['kv_heads']} per layer"
@@ -151,7 +147,7 @@ def compare_trained(args, search: dict, aside: str) -> tuple[str, dict, str]:
     best = min([name for name in rows if name != SOURCE] or rows, key=losses.get)
     tokens = rows[best]["tokens"]
     closing = f"lowest held-out loss after {tokens} tokens: {best}, {losses[best]:.3f}"
-    return text, {"rows": rows, "uncompressed": uncompressed}, closing
+    return comparison_table(rows) + "\n", {"rows": rows, "uncompressed": uncompressed}, closing
 
 
 @torch.no_grad()
@@ -159,8 +155,8 @@ def measure(path: str, tokens: torch.Tensor, source: list[torch.Tensor]) -> dict
     """The metrics of one checkpoint. source: the source's logits on `tokens`."""
     model = load_model(path)
     logits = training.all_logits(model, tokens)
-    lost = [mean_nll([ours], row[None]) - mean_nll([theirs], row[None])
-            for ours, theirs, row in zip(logits, source, tokens, strict=True)]
+    losses = sequence_losses(logits, tokens), sequence_losses(source, tokens)
+    lost = [ours - theirs for ours, theirs in zip(*losses, strict=True)]
     return {
         "heads": fusion.head_counts(model.config),
         "cache_bytes_per_token": cache_bytes_per_token(model, tokens[0]),
