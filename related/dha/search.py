@@ -24,7 +24,7 @@ import os
 import torch
 
 from common.data.demo import DEMO, resolve_model
-from common.data.documents import EXPECTED
+from common.data.documents import EXPECTED, parse_source
 from common.data.text import sequence_length
 from common.models.families import check_kv_heads, geometry
 from common.models.load import describe, fingerprint, load_config, load_model, load_tokenizer
@@ -95,7 +95,7 @@ def source_record(path: str, config) -> dict | None:
 
 def check_texts(args, positions: int) -> None:
     """Raise UserError for held-out text that is also trained on, or a length beyond the model's positions."""
-    if args.text == args.heldout and args.text not in (DEMO, "c4"):  # these two have a split of each kind
+    if args.text == args.heldout and not parse_source(args.text).known:  # which has two parts
         raise UserError(f"--heldout: expected another text than --text, found {args.heldout} for both")
     sequence_length(args.length, args.length, positions, least=2)
 
