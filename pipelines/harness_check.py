@@ -1,4 +1,4 @@
-"""Comparing lm_eval's answers with 07_eval.py's.
+"""Compare lm_eval's answers with those of 07_eval.py.
 
     python -m pipelines.harness_check RUN DIR     # after the commands of harness_tasks.py
 
@@ -6,12 +6,11 @@ Exits with 2 unless lm_eval makes the same choice on every question and reports 
 """
 
 import collections
-import contextlib
-import glob
 import json
 import math
 import os
 import sys
+from pathlib import Path
 
 from common.data.rows import read_objects
 from common.run.artifact import read_record
@@ -21,32 +20,20 @@ from pipelines.harness_tasks import GROUP, output_directory
 ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts
 
 
-@contextlib.contextmanager
-def expecting(what: str):
-    """Context manager: what its block reads from a file, or a UserError that says so."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(what) from error
-
-
 def find_newest(directory: str, model: str, name: str) -> str:
     """The newest file NAME_* that lm_eval wrote for a model."""
-    pattern = os.path.join(glob.escape(output_directory(directory, model)), "*", f"{name}_*")
-    paths = glob.glob(pattern)
+    paths = list(Path(output_directory(directory, model)).glob(f"*/{name}_*"))
     if not paths:
         raise UserError(f"{directory}: expected {name}_*.json of lm_eval for {model}, found none; "
                         "run lm_eval.sh there first")
-    return max(paths, key=os.path.basename)  # names end with a timestamp
+    return str(max(paths, key=lambda path: path.name))  # names end with a timestamp
 
 
 def read_outcomes(path: str) -> dict[tuple[str, str], dict[int, list[float]]]:
     """eval.jsonl as (model, task) -> question -> log-likelihood of each choice."""
     scores = collections.defaultdict(dict)
-    for place, row in read_objects(path):
-        with expecting(f"{path} {place}: expected an outcome of 07_eval.py, found another row"):
-            task_scores = scores[row["model"], row["task"]]
-            task_scores[row["question"]] = _numbers(row["likelihood_scores"])
+    for _, row in read_objects(path):
+        scores[row["model"], row["task"]][row["question"]] = row["likelihood_scores"]
     return scores
 
 
@@ -54,35 +41,21 @@ def read_accuracies(path: str) -> dict[str, dict[str, float]]:
     """The record of stage 7 as model -> lm_eval's name of a task or of the group -> likelihood accuracy."""
     accuracies = {}
     for model, metrics in read_record(path, "07_eval.py")["results"].items():
-        with expecting(f"{path}: expected metrics of 07_eval.py for {model}, found others"):
-            rates = {f"{GROUP}_{task}": rate["likelihood"] for task, rate in metrics["tasks"].items()}
-            accuracies[model] = rates | {GROUP: metrics["macro_likelihood"]}
+        rates = {f"{GROUP}_{task}": rate["likelihood"] for task, rate in metrics["tasks"].items()}
+        accuracies[model] = rates | {GROUP: metrics["macro_likelihood"]}
     return accuracies
 
 
 def read_harness_accuracies(directory: str, model: str) -> dict[str, float]:
     """lm_eval's results as name of a task or of the group -> accuracy."""
-    path = find_newest(directory, model, "results")
-    with expecting(f"{path}: expected the results of lm_eval, found none that can be read"):
-        with open(path, encoding="utf-8") as file:
-            return {name: metrics["acc,none"] for name, metrics in json.load(file)["results"].items()}
+    with open(find_newest(directory, model, "results"), encoding="utf-8") as file:
+        return {name: metrics["acc,none"] for name, metrics in json.load(file)["results"].items()}
 
 
 def read_harness_scores(directory: str, model: str, name: str) -> dict[int, list[float]]:
     """lm_eval's samples as question -> log-likelihood of each choice."""
-    path, scores = find_newest(directory, model, f"samples_{name}"), {}
-    for place, row in read_objects(path):
-        with expecting(f"{path} {place}: expected a sample of lm_eval, found another row"):
-            scores[row["doc"]["question"]] = _numbers(score for score, _ in row["filtered_resps"])
-    return scores
-
-
-def _numbers(values) -> list[float]:
-    """Numbers, or text with numbers, as floats. Raises ValueError if there are none."""
-    numbers = [float(value) for value in values]
-    if not numbers:
-        raise ValueError("expected at least one number, found none")
-    return numbers
+    rows = read_objects(find_newest(directory, model, f"samples_{name}"))
+    return {row["doc"]["question"]: [float(score) for score, _ in row["filtered_resps"]] for _, row in rows}
 
 
 def compare_scores(place: str, ours: dict[int, list[float]], theirs: dict[int, list[float]]) -> float:
@@ -90,29 +63,25 @@ def compare_scores(place: str, ours: dict[int, list[float]], theirs: dict[int, l
     if ours.keys() != theirs.keys():
         raise UserError(f"{place}: expected lm_eval to answer the {len(ours)} questions of 07_eval.py, "
                         f"found {len(theirs)} others")
-    differing = [number for number in ours if _likeliest(ours[number]) != _likeliest(theirs[number])]
+    differing = [number for number in ours if likeliest(ours[number]) != likeliest(theirs[number])]
     if differing:
         number = differing[0]
         raise UserError(f"{place}: {len(differing)} of {len(ours)} choices differ; question {number}: "
                         f"log-likelihoods {ours[number]} here, {theirs[number]} by lm_eval")
-    furthest = 0.0
-    for number in ours:
-        pairs = zip(ours[number], theirs[number], strict=True)
-        furthest = max(furthest, *(abs(our - their) for our, their in pairs))
-    return furthest
+    return max(abs(our - their) for number in ours
+               for our, their in zip(ours[number], theirs[number], strict=True))
 
 
-def _likeliest(scores: list[float]) -> tuple[int, int]:
-    """The number of choices, and the index of the (first) likeliest."""
-    return len(scores), scores.index(max(scores))
+def likeliest(scores: list[float]) -> int:
+    """The index of the (first) likeliest choice."""
+    return scores.index(max(scores))
 
 
 def compare(run: str, directory: str) -> str:
     """Check that lm_eval agrees on RUN's checkpoints. Returns a line to print; raises UserError if not."""
     scores = read_outcomes(os.path.join(run, "eval", "eval.jsonl"))
-    accuracies = read_accuracies(os.path.join(run, "eval"))
     furthest, macros = 0.0, []
-    for model, rates in accuracies.items():
+    for model, rates in read_accuracies(os.path.join(run, "eval")).items():
         harness_rates = read_harness_accuracies(directory, model)
         for name, accuracy in rates.items():
             if name != GROUP:

@@ -14,9 +14,8 @@ import importlib
 import json
 import os
 import shlex
-from collections.abc import Iterable
-from urllib.parse import quote
 
+from common.data.documents import NONE
 from common.data.tasks import Example, choice_samples
 from common.evaluation.compared import Settings, read_questions
 from common.models.load import bos_prefix, load_tokenizer
@@ -50,29 +49,22 @@ lm_eval --model hf --model_args pretrained={path},dtype={dtype},softmax_dtype=fl
 """
 
 
-def outputs(directory: str, tasks: Iterable[str]) -> list[str]:
-    """The files that write_tasks and write_command write for these tasks."""
-    names = [f"{task}.{kind}" for task in tasks for kind in ("jsonl", "yaml")]
-    return [os.path.join(directory, name) for name in (*names, f"{GROUP}.yaml", "lm_eval.sh")]
-
-
 def count_differing(tokenizer, tasks: dict[str, dict[int, Example]], delimiter: str) -> int:
     """Number of questions with a choice whose ids differ when tokenized together with the prompt.
 
     lm_eval tokenizes prompt, delimiter and choice together, 07_eval.py prompt and choice separately.
     """
-    examples = [example for questions in tasks.values() for example in questions.values()]
-    return sum(_differs(tokenizer, example, delimiter) for example in examples)
-
-
-def _differs(tokenizer, example: Example, delimiter: str) -> bool:
     begin = len(bos_prefix(tokenizer))  # which lm_eval puts there itself
-    for choice, sample in zip(example.choices, choice_samples(example, tokenizer), strict=True):
-        text = f"{example.prompt}{delimiter}{choice}"
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if (*ids[len(sample.prompt) - begin :], tokenizer.eos_token_id) != sample.answer:
-            return True
-    return False
+
+    def differs(example: Example) -> bool:
+        for choice, sample in zip(example.choices, choice_samples(example, tokenizer), strict=True):
+            text = f"{example.prompt}{delimiter}{choice}"
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if (*ids[len(sample.prompt) - begin :], tokenizer.eos_token_id) != sample.answer:
+                return True
+        return False
+
+    return sum(differs(example) for questions in tasks.values() for example in questions.values())
 
 
 def write_tasks(directory: str, tasks: dict[str, dict[int, Example]], tokenizer) -> str:
@@ -112,28 +104,16 @@ def write_command(
     directory = os.path.abspath(directory)
     commands = ["set -e\n"]
     for model, path in models.items():
-        if "," in path:
-            raise UserError(f"expected a checkpoint path without a comma, found {path}; lm_eval splits its "
-                            "arguments there")
-        output = shlex.quote(output_directory(directory, model))
         commands.append(COMMAND.format(
             path=shlex.quote(os.path.abspath(path)), dtype=dtype, device=device, group=GROUP, batch=batch,
-            bos=bos, directory=shlex.quote(directory), output=output))
+            bos=bos, directory=shlex.quote(directory),
+            output=shlex.quote(output_directory(directory, model))))
     write_text(os.path.join(directory, "lm_eval.sh"), "".join(commands))
 
 
 def output_directory(directory: str, model: str) -> str:
-    """Where lm_eval writes a model's answers: one directory, with the model's name percent-encoded."""
-    return os.path.join(directory, "samples", quote(model, safe="").replace(".", "%2E"))
-
-
-def read_arguments(record: dict, run: str) -> argparse.Namespace:
-    """The arguments with which 07_eval.py wrote RUN/eval/. Raises UserError if it asked no questions."""
-    arguments = argparse.Namespace(**record["arguments"] | {"run": run})
-    if arguments.layerwise or arguments.tasks == "none":
-        raise UserError(f"{run}/eval: expected an evaluation with questions, found none; run 07_eval.py "
-                        "with --tasks")
-    return arguments
+    """Where lm_eval writes a model's answers."""
+    return os.path.join(directory, "samples", model)
 
 
 def main():
@@ -141,10 +121,12 @@ def main():
     parser.add_argument("--output", required=True, metavar="DIR", help="directory for the tasks")
     args = parser.parse_args()
     record = read_record(os.path.join(args.run, "eval"), "07_eval.py")
-    evaluated = read_arguments(record, args.run)
-    existing = [path for path in outputs(args.output, evaluated.only) if os.path.exists(path)]
-    if existing and not args.force:
-        raise UserError(f"{existing[0]} already exists; pass --force to replace it")
+    evaluated = argparse.Namespace(**record["arguments"])
+    if evaluated.layerwise or evaluated.tasks == NONE:
+        raise UserError(f"{args.run}/eval: expected an evaluation with questions, found none; run "
+                        "07_eval.py with --tasks")
+    if os.path.exists(args.output) and not args.force:
+        raise UserError(f"{args.output} already exists; pass --force to replace its tasks")
     stage7 = importlib.import_module("07_eval")
     source, _ = stage7.choose_sources(args.run, evaluated.tasks, evaluated.text)
     tasks = read_questions(Settings(source, evaluated.only, evaluated.limit, evaluated.seed))

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 from common.data.tasks import example_from_row
 from models import byte_tokenizer, save_tiny
 from pipelines import harness_tasks as harness
-from runs import copy_run, expect_error, recipe, run, task_rows
+from runs import expect_error, recipe, run, task_rows
 
-WRITE, COMPARE = "pipelines/harness_tasks.py", "pipelines/harness_check.py"
+WRITE, CHECK = "pipelines/harness_tasks.py", "pipelines/harness_check.py"
 QUESTIONS = {task: {index: example_from_row(task, row) for index, row in enumerate(rows)}
              for task, rows in task_rows(5, 5).items()}
 EXAMPLES = [example for questions in QUESTIONS.values() for example in questions.values()]
@@ -61,43 +61,6 @@ def test_tasks_hold_the_questions_and_the_delimiter(tmp_path, tokenizer, delimit
         assert f'target_delimiter: "{delimiter}"\n' in (tmp_path / f"{task}.yaml").read_text()
 
 
-def imitate(home, results: dict, outcomes: list[dict]) -> None:
-    """What lm_eval writes where it agrees with 07_eval.py."""
-    for model, figures in results.items():
-        directory = home / "tasks" / "samples" / model / "path__of__the__model"
-        directory.mkdir(parents=True)
-        accuracies = {f"table5_{task}": rate["likelihood"] for task, rate in figures["tasks"].items()}
-        accuracies["table5"] = figures["macro_likelihood"]
-        rows = {name: {"acc,none": accuracy} for name, accuracy in accuracies.items()}
-        (directory / "results_2026-01-01.json").write_text(json.dumps({"results": rows}))
-        for task in figures["tasks"]:
-            lines = []
-            for row in outcomes:
-                if (row["model"], row["task"]) == (model, task):
-                    responses = [[str(score + 1e-6), "False"] for score in row["likelihood_scores"]]
-                    sample = {"doc": {"question": row["question"]}, "filtered_resps": responses}
-                    lines.append(json.dumps(sample) + "\n")
-            (directory / f"samples_table5_{task}_2026-01-01.jsonl").write_text("".join(lines))
-
-
-@pytest.fixture(scope="module")
-def evaluated(inputs, tmp_path_factory):
-    """RUN of one model with lm_eval's answers, imitated, in RUN/tasks."""
-    home = tmp_path_factory.mktemp("harness") / "run"
-    run("07_eval.py", "--run", home, "--model", f"model={inputs['model']}", "--tasks", inputs["tasks"],
-        "--text", "none")
-    run(WRITE, "--run", home, "--output", home / "tasks")
-    outcomes = read_rows(home / "eval/eval.jsonl")
-    assert len({row["likelihood_choice"] for row in outcomes}) > 1  # not a model that always takes the first
-    imitate(home, json.loads((home / "eval/stage.json").read_text())["results"], outcomes)
-    return home
-
-
-@pytest.fixture
-def pair(evaluated, tmp_path):
-    return copy_run(evaluated, tmp_path / "run")
-
-
 @pytest.mark.slow
 def test_the_command_writes_the_evaluated_questions(inputs, tmp_path):
     """Those that 07_eval.py drew, of the tasks that it was given, with its settings."""
@@ -113,52 +76,37 @@ def test_the_command_writes_the_evaluated_questions(inputs, tmp_path):
     script = (tasks / "lm_eval.sh").read_text()
     assert "--batch_size 5 " in script and "--device cpu " in script and ",dtype=float32," in script
     assert f"pretrained={inputs['model']}," in script and "add_bos_token=False" in script
+    expect_error("tasks already exists; pass --force to replace", WRITE, "--run", home, "--output", tasks)
 
 
-@pytest.mark.slow
-def test_no_task_is_replaced_unless_forced(evaluated, tmp_path):
-    arguments = [WRITE, "--run", evaluated, "--output", tmp_path]
-    (tmp_path / "piqa.jsonl").write_text("mine")
-    expect_error("piqa.jsonl already exists; pass --force to replace it", *arguments)
-    assert (tmp_path / "piqa.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
-
-
-def another_choice(content: bytes) -> bytes:
-    lines = content.splitlines()
+def change_choice(path) -> None:
+    lines = path.read_text().splitlines()
     row = json.loads(lines[7])
     row["likelihood_scores"] = [-score for score in row["likelihood_scores"]]
-    return b"\n".join([*lines[:7], json.dumps(row).encode(), *lines[8:]])
+    path.write_text("\n".join([*lines[:7], json.dumps(row), *lines[8:]]))
 
 
-def another_accuracy(content: bytes) -> bytes:
-    results = json.loads(content)
+def change_accuracy(path) -> None:
+    results = json.loads(path.read_text())
     results["results"]["table5_siqa"]["acc,none"] += 1e-6
-    return json.dumps(results).encode()
-
-
-SAMPLES = "tasks/samples/model/path__of__the__model"
-RESULTS = f"{SAMPLES}/results_2026-01-01.json"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "damage", "message"), [
-    ("eval/eval.jsonl", lambda _: b"", "expected lm_eval to answer the 0 questions"),
-    ("eval/eval.jsonl", another_choice, "model, piqa: 1 of 5 choices differ; question 2: "),
-    (RESULTS, another_accuracy, "model, table5_siqa: accuracy "),
-])
-def test_other_answers_are_one_line(pair, name, damage, message):
-    run(COMPARE, pair, pair / "tasks")
-    (pair / name).write_bytes(damage((pair / name).read_bytes()))
-    expect_error(message, COMPARE, pair, pair / "tasks")
+    path.write_text(json.dumps(results))
 
 
 @pytest.mark.slow
 def test_the_harness_makes_the_same_choices(inputs, tmp_path):
-    """pipelines/harness.sh, with lm_eval itself, on a random GQA model."""
+    """pipelines/harness.sh, with lm_eval itself, on a random GQA model; other answers are one line."""
     pytest.importorskip("lm_eval")
-    model = save_tiny(tmp_path / "model", num_key_value_heads=2)
-    done = recipe("harness.sh", model, inputs["tasks"], RUN=tmp_path / "run of one")
+    model, home = save_tiny(tmp_path / "model", num_key_value_heads=2), tmp_path / "run of one"
+    done = recipe("harness.sh", model, inputs["tasks"], RUN=home)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "prompt and choice joined by '': 0 of 40 questions are tokenized differently" in done.stdout
     last = done.stdout.splitlines()[-1]
     assert "harness: lm_eval made the same choice in all 40 questions; macro average model " in last
+    outcomes = read_rows(home / "eval/eval.jsonl")
+    assert len({row["likelihood_choice"] for row in outcomes}) > 1  # not a model that always takes the first
+    (results,) = home.glob("tasks/samples/model/*/results_*.json")
+    for path, change, message in ((results, change_accuracy, "model, table5_siqa: accuracy "),
+                                  (home / "eval/eval.jsonl", change_choice,
+                                   "model, piqa: 1 of 5 choices differ; question 2: ")):
+        change(path)
+        expect_error(message, CHECK, home, home / "tasks")
