@@ -15,11 +15,11 @@ import sys
 import numpy as np
 
 
-def tokenized(checkpoint: str, texts: list[str], chat: list, **options) -> list[list[int]]:
+def tokenized(checkpoint: str, texts: list[str], chat: list) -> list[list[int]]:
     """As by this environment's transformers."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, **options)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     lines = [tokenizer(text)["input_ids"] for text in texts]
     if chat and tokenizer.chat_template:
         rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

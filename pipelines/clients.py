@@ -53,7 +53,6 @@ CHAT = [{"role": "user", "content": "Say it, in 3 words."}]  # tokenized as well
 COUNT = 24  # tokens generated after each text
 TOLERANCE = 1e-3  # of logits
 PATIENCE = 600  # seconds that a client may take to be installed, or to run one checkpoint
-MARKS = ("<!-- clients -->", "<!-- /clients -->")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ def parse():
     parser.add_argument("--source", metavar="DIR", help="a checkpoint of yours instead of the random ones")
     parser.add_argument("--kv-heads", type=positive, default=2, help="of the exports (2)")
     parser.add_argument("--run", default="runs/clients", help="where everything goes (runs/clients)")
-    parser.add_argument("--write", action="store_true", help="put the rows in the table of docs/CLIENTS.md")
     return parser.parse_args()
 
 
@@ -201,20 +199,17 @@ def ask_all(names: list[str], checkpoint: str, home: str, **settings: str) -> di
 
 
 def make_export(source: str, home: str, text: str, kv_heads: int) -> str:
-    """What stages 1 to 4 have made is reused; stage 6 runs again."""
-    stages = {
-        "calibration": ["01_calibrate.py", "--model", source, "--text", text, "--sequences", "8",
-                        "--length", "128"],
-        "similarity": ["02_similarity.py", "--energy"],
-        "groups": ["03_group.py", "--kv-heads", str(kv_heads), "--by", "energy"],
-        "merged": ["04_align.py", "--merge", "closed-form"],
-        "always": ["06_export.py", "--untrained", "--name", "merged", "--force"],
-    }
-    for result, (script, *arguments) in stages.items():
-        if not os.path.exists(os.path.join(home, result)):
-            _, refusal = run([sys.executable, script, "--run", home, *arguments])
-            if refusal:
-                raise UserError(f"{source}: {script}: {refusal}")
+    """The source's export, by stages 1 to 4 and 6. Raises UserError if a stage does."""
+    for script, *arguments in (
+        ["01_calibrate.py", "--model", source, "--text", text, "--sequences", "8", "--length", "128"],
+        ["02_similarity.py", "--energy"],
+        ["03_group.py", "--kv-heads", str(kv_heads), "--by", "energy"],
+        ["04_align.py", "--merge", "closed-form"],
+        ["06_export.py", "--untrained", "--name", "merged"],
+    ):
+        _, refusal = run([sys.executable, script, "--run", home, *arguments])
+        if refusal:
+            raise UserError(f"{source}: {script}: {refusal}")
     return os.path.join(home, "gqa-merged")
 
 
@@ -248,22 +243,9 @@ def main() -> int:
         losses += worse(source, export)
         mark = "**worse:** " if worse(source, export) else ""
         rows.append((PINS[name][0].replace("==", " "), kind, source, f"{mark}{export}"))
-    columns = "client", "source", "on the source", "on the export"
-    table = markdown_table(columns, rows)
+    table = markdown_table(("client", "source", "on the source", "on the export"), rows)
     print(table)
     write_text(os.path.join(args.run, "clients.md"), table + "\n")
-    if args.write:
-        page = os.path.join(ROOT, "docs", "CLIENTS.md")
-        before, _, rest = read_text(page).partition(MARKS[0])
-        earlier, _, after = rest.partition(MARKS[1])
-        measured = {(client, kind) for client, kind, *_ in rows}
-        kept = [line.strip("| ").split("|") for line in earlier.strip().splitlines()[2:]]
-        kept = [[cell.strip() for cell in cells] for cells in kept]
-        rows += [cells for cells in kept if (cells[0], cells[1]) not in measured]
-        order = [PINS[name][0].replace("==", " ") for name in PINS], list(client_sources.KINDS)
-        rows = [row for row in rows if row[0] in order[0] and row[1] in order[1]]
-        rows.sort(key=lambda row: tuple(map(list.index, order, row)))
-        write_text(page, f"{before}{MARKS[0]}\n{markdown_table(columns, rows)}\n{MARKS[1]}{after}")
     return min(losses, 1)
 
 

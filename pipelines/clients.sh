@@ -4,7 +4,8 @@
 #   bash pipelines/clients.sh                               # small random models of eight kinds, every client
 #   bash pipelines/clients.sh --clients mlx-lm --kinds qwen2
 #   bash pipelines/clients.sh --source DIR --kv-heads 4     # a checkpoint of yours
-#   bash pipelines/clients.sh --write                       # put the rows in docs/CLIENTS.md
+#
+# The table goes to RUN/clients.md, too; that of docs/CLIENTS.md has the rows of several such runs.
 #
 #   PYTHON   interpreter (python), with requirements-dev.txt      PRE   see gguf.sh, with --source
 #
