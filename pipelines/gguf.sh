@@ -15,8 +15,7 @@
 #   TOKENS   tokens generated per prompt (32)      PROMPTS  text file, a prompt per line (six built in)
 #
 # A GGUF file that already exists is compared, not made again; it may come from another tool. The first call
-# downloads llama.cpp (77 MB), whose converter says whether it takes the config and the tokenizer, and builds it
-# in .gguf/ for the CPU: this needs a C++ compiler and some minutes.
+# downloads llama.cpp (77 MB) and builds it in .gguf/ for the CPU: this needs a C++ compiler and some minutes.
 set -euo pipefail
 home=$(cd "$(dirname "$0")/.." && pwd)
 PYTHON=${PYTHON:-python}
@@ -34,27 +33,20 @@ esac
 
 out=${2:-${1%/}.$OUTTYPE.gguf}
 # packages are installed next to the interpreter's; the dependencies that those lack are named, for --no-deps
-if [ ! -d "$engine/installed" ] && [ ! -d "$engine/converter" ]; then
-  echo "downloading llama.cpp to $engine"
+if [ ! -d "$engine/packages" ]; then
+  echo "downloading llama.cpp to $engine, and building it there"
   rm -rf "$engine"  # left by an interruption
   "$PYTHON" -m pip download -q --no-deps --no-binary llama-cpp-python -d "$home/.gguf" \
     "llama-cpp-python==$VERSION"
   tar -xzf "$engine.tar.gz" -C "$home/.gguf"
   # skip the helpers of llama.cpp's command-line programs, which nothing here calls
   sed -i.orig 's/LLAMA_BUILD_COMMON ON/LLAMA_BUILD_COMMON OFF/' "$engine/CMakeLists.txt"
-  "$PYTHON" -m pip install -q --no-deps --target "$engine/unfinished" sentencepiece==0.2.1
-  mv "$engine/unfinished" "$engine/converter"
-fi
-export PYTHONPATH=$home:$engine/installed:$engine/converter:$engine/vendor/llama.cpp
-if [ ! -d "$engine/installed" ]; then
-  [ -e "$out" ] || "$PYTHON" -m pipelines.gguf_convert "$1" ${PRE:+--pre "$PRE"}
-  echo "building llama.cpp in $engine"
-  rm -rf "$engine/unfinished"
   CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$PYTHON" -m pip install -q --no-deps \
-    --target "$engine/unfinished" "$engine" diskcache==5.6.3
-  mv "$engine/unfinished" "$engine/installed"
+    --target "$engine/unfinished" "$engine" diskcache==5.6.3 sentencepiece==0.2.1
+  mv "$engine/unfinished" "$engine/packages"
 fi
 
+PYTHONPATH=$home:$engine/packages:$engine/vendor/llama.cpp \
 "$PYTHON" -m pipelines.gguf_check "$1" "$out" \
   --outtype "$OUTTYPE" ${PRE:+--pre "$PRE"} ${TOKENS:+--tokens "$TOKENS"} ${PROMPTS:+--prompts "$PROMPTS"} \
   ${TEXT:+--text "$TEXT"} ${SEQUENCES:+--sequences "$SEQUENCES"}

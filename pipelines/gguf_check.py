@@ -30,7 +30,7 @@ from common.models.families import geometry
 from common.models.load import load_config, load_model, load_tokenizer
 from common.models.quantized_cache import has_blocks, parse_cache, quantized
 from common.run.errors import UserError, run_stage
-from common.run.files import open_text
+from common.run.files import read_text
 from common.run.flags import Parser, positive
 from common.run.progress import Progress
 from pipelines.gguf_convert import convert
@@ -96,9 +96,6 @@ def quantize(path: str, out: str, outtype: str) -> None:
     settings.ftype, settings.nthread = QUANTIZED[outtype], torch.get_num_threads()
     if llama_cpp.llama_model_quantize(path.encode(), out.encode(), ctypes.byref(settings)):
         raise UserError(f"{path}: llama.cpp cannot quantize it to {outtype}: {first_error('no reason')}")
-    fallback = re.search(r"\d+ of \d+ tensor\(s\) required fallback", "\n".join(text for _, text in log))
-    if fallback:
-        print(f"{outtype}: {fallback[0]} quantization, as their rows are no multiple of 256 numbers")
 
 
 def first_error(otherwise: object) -> object:
@@ -157,13 +154,8 @@ def load_engine(path: str, context: int, **options) -> llama_cpp.Llama:
 
 
 def read_prompts(path: str | None) -> list[str]:
-    if path is None:
-        return list(PROMPTS)
-    with open_text(path) as file:
-        prompts = [line.rstrip("\n") for line in file if line != "\n"]
-    if not prompts:
-        raise UserError(f"{path}: expected prompts, one per line, found none")
-    return prompts
+    """The lines of a file that are not empty, or the built-in prompts."""
+    return [line for line in read_text(path).split("\n") if line] if path else list(PROMPTS)
 
 
 def engine_perplexity(engine: llama_cpp.Llama, tokens: torch.Tensor) -> float:
@@ -219,21 +211,31 @@ def compare(
     return equal, alike
 
 
+def print_perplexities(args, context: int, tokens: torch.Tensor, expected: dict) -> None:
+    """Print llama.cpp's perplexity of tokens [n, T] with each cache beside that of transformers."""
+    print(f"perplexity of {tokens.numel()} tokens of {args.text}:")
+    for cache, perplexity in expected.items():
+        options = {}
+        if cache:
+            options = {"flash_attn": True, "type_k": FORMATS[cache.keys], "type_v": FORMATS[cache.values]}
+        engine = load_engine(args.out, context, **options)
+        print(f"  cache {cache or 'float32'}: {engine_perplexity(engine, tokens):.3f} in llama.cpp, "
+              f"{perplexity:.3f} in transformers", flush=True)
+        engine.close()
+
+
 @torch.inference_mode()
 def main() -> None:
     args = parse()
-    config = load_config(args.checkpoint)
-    texts = read_prompts(args.prompts)
-    converted = args.out
+    config, texts, converted = load_config(args.checkpoint), read_prompts(args.prompts), args.out
     if os.path.exists(args.out):
         print(f"{args.out} already exists: compared as it is")
     else:
         converted += ".tmp"
         write_gguf(args.checkpoint, converted, args.outtype, args.pre)
 
-    tokenizer = load_tokenizer(args.checkpoint)
+    tokenizer, model = load_tokenizer(args.checkpoint), load_model(args.checkpoint)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
-    model = load_model(args.checkpoint)
     bar = Progress(prompts, desc="transformers", unit="prompt", leave=False)
     expected = [greedy(transformers_step(model), prompt, args.tokens) for prompt in bar]
     if args.text:
@@ -255,15 +257,9 @@ def main() -> None:
               f"{os.path.getsize(args.out) / 2**20:.1f} MiB")
     if engine.metadata["general.file_type"] == ALL_F32 and sum(equal) < total or not all(alike):
         raise UserError(f"{args.out}: expected the tokens of transformers, found {result}")
+    engine.close()
     if args.text:
-        print(f"perplexity of {text_tokens.numel()} tokens of {args.text}:")
-        for cache, perplexity in expected_perplexities.items():
-            if cache:
-                types = {"type_k": FORMATS[cache.keys], "type_v": FORMATS[cache.values]}
-                engine.close()
-                engine = load_engine(args.out, context, flash_attn=True, **types)
-            print(f"  cache {cache or 'float32'}: {engine_perplexity(engine, text_tokens):.3f} in llama.cpp, "
-                  f"{perplexity:.3f} in transformers", flush=True)
+        print_perplexities(args, context, text_tokens, expected_perplexities)
     print(f"gguf: {result}")
 
 
