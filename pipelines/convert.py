@@ -34,9 +34,9 @@ from common.evaluation.compared import read_prompts
 from common.models.families import allowed_kv_heads
 from common.models.load import load_config, source_model
 from common.models.quantized_cache import LAYOUTS
-from common.run.artifact import RECORD, as_flag, read_record, within
+from common.run.artifact import read_record
 from common.run.errors import UserError, run_stage
-from common.run.files import read_json, read_text
+from common.run.files import read_text
 from common.run.flags import StageParser, positive
 from common.training.settings import defaults_of, with_defaults
 from pipelines import cost, plan
@@ -127,10 +127,10 @@ class Commands:
         if ours:
             raise UserError(f"-- {ours[0]}: expected flags of stage 5 that are not this command's own, which "
                             f"sets {', '.join(OURS)}")
-        calibration = parsed("01_calibrate", self.calibrate)
+        parsed("01_calibrate", self.calibrate)
         training = parsed("05_prune_train", ["--run", args.run, *self.train])
         parsed("07_eval", self.evaluate)
-        self.check_calibration(calibration)
+        self.check_calibration()
         if not args.model.endswith(".gguf"):  # of which stage 1 makes a checkpoint first
             self.check_config(training)
         check_rows(args.text, args.chat or (), self.tokens)
@@ -138,17 +138,15 @@ class Commands:
             require_split(args.only, "validation", args.tasks)
         read_prompts(args.prompts)
 
-    def check_calibration(self, given: argparse.Namespace) -> None:
-        """Raise UserError for a calibration that is there and was made with other flags."""
-        record, shared = read_json(os.path.join(self.calibration, RECORD)), self.args.calibrated
-        if record is None and shared:
-            raise UserError(f"--calibrated {shared}: expected a run directory with a calibration, found none")
-        for name, value in (record or {}).get("flags", {}).items():
-            asked = within(self.args.run, vars(given)).get(name, value)
-            if asked != value and (name == "model" or not shared):
-                other = "--calibrated" if shared else "--run"
-                raise UserError(f"{self.calibration}: made with {as_flag(name, value)}, not "
-                                f"{as_flag(name, asked)}; pass another {other}")
+    def check_calibration(self) -> None:
+        """Raise UserError for the calibration of another model, and where there is none to share."""
+        shared = self.args.calibrated
+        if not shared and not os.path.exists(self.calibration):
+            return
+        model = read_record(self.calibration, "01_calibrate.py")["model"]["name"]
+        if model != self.args.model:
+            raise UserError(f"{self.calibration}: made with --model {model}, not --model {self.args.model}; "
+                            f"pass another {'--calibrated' if shared else '--run'}")
 
     def check_config(self, training: argparse.Namespace) -> None:
         """Raise UserError for a model that cannot be converted, numbers of kv heads, and flags of stage 5

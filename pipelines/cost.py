@@ -4,7 +4,6 @@ Disk is what a run directory holds at its fullest. Not counted are tokens, 4 byt
 tokenizers, groups, similarities, metrics, pictures.
 """
 
-import argparse
 import functools
 import math
 import re
@@ -18,7 +17,6 @@ from common.models.calibration import SAMPLED
 from common.models.families import geometry, norm_kind
 from common.models.load import empty_model, weight_dtype
 from common.run.errors import UserError
-from common.run.flags import number_type
 from common.training.checkpoints import KEPT
 from common.training.engine import Schedule
 from common.training.flops import PEAK, forward_flops, products, training_flops
@@ -47,34 +45,29 @@ HARDWARE = {  # from data sheets; a network port per device, as in DGX
         ("RTX4090", 24, 32e9, 12.5e9))
 }  # fmt: skip
 OWN = "TFLOPS:GiB:LINK:NETWORK"  # a device by its own numbers, links in GB/s
-OWN_NUMBER = number_type(float, "numbers from 0.001 to 10^6", at_least=1e-3, at_most=1e6)
+NUMBER = re.compile(r"(?=.*[1-9])\d+(\.\d+)?")  # above 0
 CPU = "CPU"  # this machine's processor, shared by all ranks
 
 
 def parse_hardware(text: str) -> Cluster:
     """"8xA100-80GB" -> 8 ranks of that device, "2x8xA100-80GB" -> two such nodes; "2xCPU" -> two ranks here;
-    "8x400:64:200:25" -> 8 ranks of a device of these numbers, as OWN.
+    "8x400:64:200:25" -> 8 ranks of a device of these numbers, as OWN: dense bf16, links in one direction.
 
     Raises UserError for anything else.
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x(.+)", text, re.ASCII)
-    named = match and match[3] in (*HARDWARE, CPU)
-    if not match or not (named or match[3].count(":") == OWN.count(":")):
-        raise UserError(f"--on: expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of "
-                        f"{', '.join(HARDWARE)}, {CPU}, {OWN}, found {text!r}")
-    ranks, nodes = int(match[2]), int(match[1] or 1)
-    if not named:
-        return Cluster(ranks, own_device(match[3]), nodes)
-    return Cluster(ranks, processor(ranks) if match[3] == CPU else HARDWARE[match[3]], nodes)
-
-
-def own_device(text: str) -> Hardware:
-    """The device of these numbers, as OWN: dense bf16, links in one direction. Raises UserError."""
-    try:
-        tflops, gib, link, network = map(OWN_NUMBER, text.split(":"))
-    except argparse.ArgumentTypeError as error:
-        raise UserError(f"--on: {OWN}: {error} in {text}") from error
-    return Hardware(gib, tflops * 1e12, link * 1e9, network * 1e9)
+    if match:
+        nodes, ranks, name = int(match[1] or 1), int(match[2]), match[3]
+        numbers = name.split(":")
+        if name == CPU:
+            return Cluster(ranks, processor(ranks), nodes)
+        if name in HARDWARE:
+            return Cluster(ranks, HARDWARE[name], nodes)
+        if len(numbers) == 4 and all(map(NUMBER.fullmatch, numbers)):
+            tflops, gib, link, network = map(float, numbers)
+            return Cluster(ranks, Hardware(gib, tflops * 1e12, link * 1e9, network * 1e9), nodes)
+    raise UserError(f"--on: expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of {', '.join(HARDWARE)}, "
+                    f"{CPU}, {OWN}, found {text!r}")
 
 
 @functools.cache

@@ -7,9 +7,10 @@
 
 Of a model only its config is read. With tasks the plan is for the paper's merge, the published training sets
 and a teacher; with --tasks none it is for the closed form with an attention refit, the untouched source as
-the teacher and no masks. Each source of --text and --chat counts as --text-tokens, however much it has. A
-model that stage 1 refuses is refused here, too. A run directory has its own merge and kv heads; its tasks are
-read as stage 5 reads them, and so is text if there is no --text-tokens.
+the teacher and no masks. Each source of --text and --chat counts as --text-tokens, however much it has, and
+what is held out as much as flags ask for. A model that stage 1 refuses is refused here, too. A run directory
+has its own merge and kv heads; its tasks are read as stage 5 reads them, and so is text if there is no
+--text-tokens.
 
 The other flags are those of stage 5. Exits with 2 if a training does not fit.
 """
@@ -25,7 +26,7 @@ import torch
 
 from common.data import demo
 from common.data.documents import NONE, is_generated
-from common.data.pool import SPLIT, Pool, Sources, generated_rows, load_pool
+from common.data.pool import SPLIT, Pool, Sources, load_pool
 from common.data.rows import Sample
 from common.data.sources import CHECKED, DataContext
 from common.data.tasks import PUBLISHED_SIZES
@@ -39,8 +40,7 @@ from common.run.kinds import SOURCE
 from common.training import memory
 from common.training.conversion import Conversion, read_conversion
 from common.training.flops import CHOSEN, forward_flops, products
-from common.training.heldout import QUESTIONS, Heldout, heldout_questions, heldout_share
-from common.training.lines import CHAT_SET, TASK_SET, TEXT_SET
+from common.training.heldout import QUESTIONS, Heldout
 from common.training.memory import Cluster, Phase, peak_memory, size
 from common.training.settings import SHORTEST_ROW, defaults_of, make_schedules, phases_of, with_defaults
 from common.training.sharding import Execution, joined_ranks
@@ -111,17 +111,18 @@ def conversion_of_config(model: str, kv_heads: int | None, whole_head: bool) -> 
 
 def filled(args, defaults: dict, conversion: Conversion) -> argparse.Namespace:
     """The flags with what was left out. Raises UserError for text without --text-tokens."""
-    given, path = argparse.Namespace(**vars(args)), conversion.model["path"]
-    if args.model:  # whether it has a chat template is not known
-        given.chat = [NONE]
+    path = conversion.model["path"]
     positions = load_config(path).max_position_embeddings
-    bos = args.bos if args.model else bos_prefix(load_tokenizer(path, args.bos))
-    given = with_defaults(given, defaults, conversion, positions, bool(bos))
-    if args.model:
-        given.chat = [source for source in args.chat or () if source != NONE]
-        if (given.text or given.chat) and not args.text_tokens:
-            raise UserError("--text, --chat: expected --text-tokens N with --model, which reads no text, "
-                            "found none")
+    if args.run:
+        bos = bool(bos_prefix(load_tokenizer(path, args.bos)))
+        return with_defaults(args, defaults, conversion, positions, bos)
+    chats = [source for source in args.chat or () if source != NONE]
+    without_chats = argparse.Namespace(**vars(args) | {"chat": [NONE]})  # it may have no chat template
+    given = with_defaults(without_chats, defaults, conversion, positions, bool(args.bos))
+    given.chat = chats
+    if (given.text or chats) and not args.text_tokens:
+        raise UserError("--text, --chat: expected --text-tokens N with --model, which reads no text, "
+                        "found none")
     return given
 
 
@@ -137,9 +138,9 @@ def texts_and_chats(sources: Sources, texts: int, chats: int) -> tuple[list[Samp
     return [Sample(range(length))] * texts, [Sample(range(length // 2), range(length - length // 2))] * chats
 
 
-def expected_pool(sources: Sources, begin: int, context: DataContext | None = None) -> Pool:
-    """What is trained on. begin: tokens that begin each text, not counted by --text-tokens. context: of a
-    run, whose tasks are read, and everything if there is no --text-tokens.
+def expected_pool(sources: Sources, context: DataContext | None = None) -> Pool:
+    """What is trained on. context: of a run, whose tasks are read, and everything if there is no
+    --text-tokens.
 
     Raises UserError if there are no samples.
     """
@@ -151,9 +152,8 @@ def expected_pool(sources: Sources, begin: int, context: DataContext | None = No
         answered = load_pool(replace(sources, text=(), chat=()), context).answered
     else:
         answered = questions(sum(PUBLISHED_SIZES[task][0] for task in sources.only))
-    tokens = len(sources.text) * (sources.text_tokens or 0)
-    texts, chats = texts_and_chats(sources, tokens // (sources.text_length - begin),
-                                   len(sources.chat) * generated_rows(sources) if sources.chat else 0)
+    rows = (sources.text_tokens or 0) // sources.text_length
+    texts, chats = texts_and_chats(sources, len(sources.text) * rows, len(sources.chat) * rows)
     pool = Pool(answered + chats, texts)
     if not len(pool):
         raise UserError("--tasks none: expected --text with --text-tokens N, a sample's tokens at least, "
@@ -161,22 +161,13 @@ def expected_pool(sources: Sources, begin: int, context: DataContext | None = No
     return pool
 
 
-def expected_heldout(sources: Sources, every: int, begin: int, context: DataContext | None = None) -> Heldout:
-    """What is measured every so many steps, where every source has as much as flags ask for."""
-    count, texts = 2 * sources.heldout_sequences, dict.fromkeys(sources.text)
-    rows, chat_rows = (generated_rows(sources, each) if sources.text_tokens else 0 for each in (begin, 0))
-    if sources.heldout_text == SPLIT:
-        count = min(count, sum(heldout_share(source, texts, count, rows) for source in texts))
-    count *= sources.heldout_text != NONE
-    asked = 2 * sources.heldout_sequences
-    chats = min(asked, sum(heldout_share(each, sources.chat, asked, chat_rows) for each in sources.chat))
-    if context or sources.tasks == NONE:
-        measured = heldout_questions(sources, context)  # without tasks none; refuses those that are asked for
-    else:
-        most = QUESTIONS if sources.heldout_questions is None else sources.heldout_questions
-        measured = questions(sum(min(most, PUBLISHED_SIZES[task][1]) for task in sources.only))
-    sets = zip((TEXT_SET, CHAT_SET), texts_and_chats(sources, -(-count // 2), -(-chats // 2)), strict=True)
-    return Heldout({name: samples for name, samples in (*sets, (TASK_SET, measured)) if samples}, every)
+def expected_heldout(sources: Sources) -> tuple[list[Sample], list[Sample]]:
+    """The texts and chats, and the questions, that are measured at most."""
+    has_texts = sources.text if sources.heldout_text == SPLIT else sources.heldout_text != NONE
+    texts, chats = (sources.heldout_sequences if has else 0 for has in (has_texts, sources.chat))
+    most = QUESTIONS if sources.heldout_questions is None else sources.heldout_questions
+    asked = 0 if sources.tasks == NONE else sum(min(most, PUBLISHED_SIZES[task][1]) for task in sources.only)
+    return sum(texts_and_chats(sources, texts, chats), []), questions(asked)
 
 
 def duration(hours: float) -> str:
@@ -204,14 +195,13 @@ def print_phase(phase: Phase, cluster: Cluster) -> tuple[float, bool]:
     print(f"  GiB per rank | {gib} of {limit / 2**30:.0f} usable")
     print(f"  per step     | {step.flops / 1e12:.3g} TFLOP | {moved} | "
           f"{step.seconds:.2g} s, {step.mfu:.0%} MFU | {duration(hours)} in total")
-    if fits:
-        longer = "; the host limits it: try a larger --tokens-per-microbatch"
-        print(f"  fits{longer if step.by_host and step.rows > 1 else ''}")
+    if not fits:
+        print(f"  does NOT fit: {(need['total'] - limit) / 2**30:.1f} GiB too much; try a smaller "
+              "--tokens-per-microbatch or --loss-chunk, --recompute, --reduce row, or more ranks")
+    elif step.by_host and step.rows > 1:
+        print("  fits; the host limits it: try a larger --tokens-per-microbatch")
     else:
-        advice = "a smaller --tokens-per-microbatch or --loss-chunk, or --recompute"
-        if need["total"] - need["activations"] - need["loss"] > limit:
-            advice = "more ranks, devices with more memory, or --reduce row"
-        print(f"  does NOT fit: {(need['total'] - limit) / 2**30:.1f} GiB too much; try {advice}")
+        print("  fits")
     return hours, fits
 
 
@@ -312,21 +302,19 @@ def plan(args, ranks) -> None:
     sources = Sources(**{field.name: getattr(given, field.name) for field in fields(Sources)})
     path = conversion.model["path"]
     context = DataContext(path, args.run, ranks.device, ranks, bos=given.bos) if args.run else None
-    pool = expected_pool(sources, given.bos, context)
-    heldout = expected_heldout(sources, args.heldout_every, given.bos, context)
+    pool, (texts, asked) = expected_pool(sources, context), expected_heldout(sources)
     phases, config = planned_phases(args, given, conversion, defaults, pool), load_config(path)
     schedule = phases["student"].schedule
     print(f"rows    of up to {schedule.tokens_per_microbatch} tokens")
     if args.model:
         print_stages(config, cluster, on_gpus(args), refit=sources.tasks == NONE)
-    best = bool({TEXT_SET, CHAT_SET} & heldout.sets.keys())
-    disk = cost.disk_bytes(phases, given.teacher is None, best)
+    disk = cost.disk_bytes(phases, given.teacher is None, bool(texts))
     print("GB on disk: " + " | ".join(f"{name} {gigabytes(number)}" for name, number in disk.items()))
     hours = print_phases(phases, args.on)
-    if heldout.sets:
-        samples = [sample for samples in heldout.sets.values() for sample in samples]
+    if texts or asked:
+        heldout = Heldout({"": texts + asked}, given.heldout_every)
         due = [step for step in range(schedule.steps) if heldout.due(step + 1, schedule.steps)]
-        hours += print_heldout(config, samples, 1 + len(due), cluster)  # merged/ first
+        hours += print_heldout(config, texts + asked, 1 + len(due), cluster)  # merged/ first
     generates = any(map(is_generated, (*sources.text, *sources.chat, sources.heldout_text)))
     print(f"plan: {duration(hours)} on {args.on}{', including the teacher' * (len(phases) > 1)}"
           f"{', besides generating text' * generates}")

@@ -3,15 +3,12 @@
 #
 #   PYTHON   interpreter (python)             RUN      run directory (runs/NAME)
 #   NPROC    training processes (8)           TASKS    directory of task files, or hub (hub)
-#   NNODES   nodes (1); all run the same command, with RDZV=host:port, RUN on a disk they share and a NODE of
-#            their own, 0, 1, ...: node 0 runs all stages, the others wait for it and train
 #   PLAN     e.g. 8xA100-80GB: only print what all of it would cost there, on the published training sets
 #   FLAGS    further options of stage 5, separated by blanks: FLAGS="--masks l0 --kl-on all" has masks move
 #            by Eq. 29 alone and KL on every token, FLAGS="--merged-lr-factor 2" shared projections train at
 #            the learning rate of the released code. They are part of RUN's default name
 #   TEACHER  fine-tuned teacher, made if it is not there (RUN/teacher); share it between FLAGS
-#   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it;
-#            SHORTEN=500 trains students for a 500th of the published steps
+#   SMALL=1  the same recipe on the demo model, on two cores; SMALL_STEPS and SMALL_TEACHER_STEPS shorten it
 #   TEXT     calibration text (c4)            HELDOUT  text for the perplexity (c4)
 #   LIMIT    questions per task in the evaluation (all)
 #
@@ -40,25 +37,16 @@ RUN=${RUN:-runs/$NAME${FLAGS:+_${FLAGS//[ \/]/_}}}
 TEACHER=${TEACHER:-$RUN/teacher}
 
 train() {
-  local nodes=(--standalone)
-  if [ "${NNODES:-1}" != 1 ]; then
-    nodes=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$RDZV" --rdzv-id "$NAME")
-  fi
-  "$PYTHON" -m torch.distributed.run "${nodes[@]}" --nproc-per-node "${NPROC:-8}" --shutdown-timeout 600 \
+  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-8}" --shutdown-timeout 600 \
     05_prune_train.py "$@" ||
     { echo "training ended early: its last checkpoint is kept, and the same command goes on" >&2; return 1; }
-}
-
-# on_first_node RESULT COMMAND...: run COMMAND there; other nodes wait for RESULT
-on_first_node() {
-  if [ "${NODE:-0}" = 0 ]; then "${@:2}"; else until [ -e "$1" ]; do sleep 1; done; fi
 }
 
 # Stages 1 and 2, shared by all table rows.
 calibrate() {
   [ -z "${PLAN:-}" ] || return 0
-  on_first_node "$RUN/calibration/stage.json" "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
-  on_first_node "$RUN/similarity/stage.json" "$PYTHON" 02_similarity.py --run "$RUN"
+  "$PYTHON" 01_calibrate.py --run "$RUN" "${CALIBRATE[@]}"
+  "$PYTHON" 02_similarity.py --run "$RUN"
 }
 
 # scaled KV_HEADS: as many; with SMALL, the same share of the demo model's 8.
@@ -70,18 +58,16 @@ scaled() {
 transform() {
   local row=$RUN/$1 kv_heads
   kv_heads=$(scaled "$2")
-  on_first_node "$row/groups/stage.json" "$PYTHON" 03_group.py --run "$row" \
+  "$PYTHON" 03_group.py --run "$row" \
     --similarity "$RUN/similarity" --kv-heads "$kv_heads" --by "$3" --criterion "$4"
-  on_first_node "$row/merged/stage.json" "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" \
-    --rotate "$5" --merge mean
+  "$PYTHON" 04_align.py --run "$row" --calibration "$RUN/calibration" --rotate "$5" --merge mean
 }
 
 # convert: as transform, then stages 5 and 6 with the one TEACHER.
 convert() {
   local row=$RUN/$1 length=(--steps "${BUDGET[$2]}" --teacher-steps "$TEACHER_STEPS")
   if [ -n "${SMALL:-}" ]; then
-    local small_steps=${SMALL_STEPS:-${SHORTEN:+$((${BUDGET[$2]} / SHORTEN))}}
-    length=(--print-every 50 ${small_steps:+--steps "$small_steps"}
+    length=(--print-every 50 ${SMALL_STEPS:+--steps "$SMALL_STEPS"}
       ${SMALL_TEACHER_STEPS:+--teacher-steps "$SMALL_TEACHER_STEPS"})
   fi
   local tasks=${PLAN:+hub}  # a plan counts the published ones
@@ -93,12 +79,12 @@ convert() {
   fi
   transform "$@"
   train --run-dir "$row" "${settings[@]}"
-  on_first_node "$row/gqa/stage.json" "$PYTHON" 06_export.py --run "$row"
+  "$PYTHON" 06_export.py --run "$row"
 }
 
 # evaluate NAME=CHECKPOINT...: one table, the teacher first.
 evaluate() {
-  [ -z "${PLAN:-}" ] && [ "${NODE:-0}" = 0 ] || return 0
+  [ -z "${PLAN:-}" ] || return 0
   "$PYTHON" 07_eval.py --run "$RUN" --update "${EVALUATE[@]}" --model teacher="$TEACHER" "$@"
 }
 

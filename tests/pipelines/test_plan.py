@@ -59,62 +59,48 @@ def test_a_config_alone_gives_the_plan_of_a_run_with_texts(aligned_run, inputs, 
 
 
 @pytest.mark.slow
-def test_a_config_alone_gives_the_plan_of_a_run_with_tasks(aligned_run, inputs, monkeypatch, capsys):
-    """Where the published sets are as large as this run's, with samples of the same lengths."""
-    tokenizer = load_tokenizer(inputs["model"])
-    samples = {split: [tokenize(example, tokenizer) for task in TASKS
-                       for example in load_task(task, split, inputs["tasks"])[0]]
-               for split in ("train", "validation")}
-    of_run = costs("--run", aligned_run, "--tasks", inputs["tasks"])
-    assert sum("teacher" in line for line in of_run) > 2
-    monkeypatch.setattr(plan, "PUBLISHED_SIZES", dict.fromkeys(TASKS, (12, 5)))
-    monkeypatch.setattr(plan, "questions", {len(each): each for each in samples.values()}.get)
-    monkeypatch.setattr("sys.argv", [PLAN, *ON, "--model", inputs["model"], "--kv-heads", "2"])
-    plan.main()
-    assert capsys.readouterr().out.partition("GB on disk")[2].splitlines() == [of_run[0][10:], *of_run[1:]]
-
-
-@pytest.mark.slow
-def test_a_teacher_that_is_there_is_not_planned(finished_run, inputs):
-    printed = run(PLAN, "--run", finished_run, *ON, "--tasks", inputs["tasks"], *TRAINING).stdout
-    assert "teacher: " not in printed and "including the teacher" not in printed
+def test_a_run_is_planned_with_its_own_tasks_and_teacher(aligned_run, finished_run, inputs):
+    tokenizer, words = load_tokenizer(inputs["model"]), ["--tasks", inputs["tasks"], *TRAINING]
+    lengths = [len(tokenize(example, tokenizer)) for task in TASKS
+               for example in load_task(task, "train", inputs["tasks"])[0]]
+    mean = f", {sum(lengths) / len(lengths):.0f} tokens each"
+    teacher, student = (line for line in costs("--run", aligned_run, *words) if " steps of 8 samples" in line)
+    assert teacher.startswith("teacher: 4 steps") and mean in teacher and mean in student
+    printed = costs("--run", finished_run, *words)  # which has a teacher
+    assert printed[1] == student and "including the teacher" not in printed[-1]
 
 
 @pytest.mark.slow
 def test_expected_samples_are_as_long_as_published():
     """18.6 million tokens in 147,580 samples, 126 each; few of them are spread alike."""
-    pool = plan.expected_pool(Sources("hub"), 0)
+    pool = plan.expected_pool(Sources("hub"))
     assert len(pool) == 147_580 and sum(map(len, pool)) == pytest.approx(18.6e6, rel=0.003)
     few = plan.questions(128)
     assert sum(map(len, few)) / 128 == pytest.approx(126, abs=1) and len({*map(len, few)}) > 60
-    assert len(plan.expected_pool(Sources("hub", ["piqa"]), 0)) == 16113
+    assert len(plan.expected_pool(Sources("hub", ["piqa"]))) == 16113
 
 
 def test_expected_texts_and_chats():
-    """Of 9900 tokens from each of two sources; a token more begins each text, and chats are rows of 100."""
+    """Of 9900 tokens from each of two sources of text and one of chats, in rows of 100."""
     sources = Sources(text=("c4", "generated"), chat=["generated"], text_length=100, text_tokens=9900,
                       heldout_text="split", heldout_sequences=32)
-    pool = plan.expected_pool(sources, 1)
-    assert [len(pool.texts), len(pool.answered)] == [200, 99]
+    pool = plan.expected_pool(sources)
+    assert [len(pool.texts), len(pool.answered)] == [198, 99]
     assert {len(sample) for sample in pool} == {100} and pool.answered[0].answer_tokens == 50
-    heldout = plan.expected_heldout(sources, 50, 1)
-    assert {name: len(samples) for name, samples in heldout.sets.items()} == {
-        "heldout": (32 + 10) / 2, "heldout_chat": (9 + 1) / 2}
+    heldout, asked = plan.expected_heldout(sources)
+    assert sum(bool(sample.answer_tokens) for sample in heldout) == 32 == len(heldout) / 2 and not asked
+    assert len(plan.expected_heldout(Sources("hub", heldout_text="split"))[1]) == 8 * 16
 
 
 @pytest.mark.parametrize("words, message", [
     ("--on 1xCPU", "--model, --run: expected one of them, found neither"),
-    ("--model MODEL", "the following arguments are required: --on"),
-    ("--on 1xCPU --run DIR --kv-heads 2", "--kv-heads: expected none with --run"),
     ("PLAN --kv-heads 3", "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
     ("PLAN --tasks DIR", "--tasks: expected hub or none with --model, which reads only a config, found DIR"),
-    ("PLAN --dtype float32", "--dtype: expected bfloat16 on GPUs"),
     ("PLAN --text a.txt", "--text, --chat: expected --text-tokens N with --model"),
     ("PLAN --tasks none", "--tasks none: expected --text with --text-tokens N"),
     ("PLAN --tasks none --text c4 --text-tokens 9999 --teacher no", "--teacher no: expected one that exists"),
     ("PLAN --lrr 1", "unknown flag --lrr"),
     ("--on 1xCPU --model no/model", "no/model: neither a directory nor a hub repository"),
-    ("--on 1xCPU --model docs", "docs/config.json: expected a model config"),
 ])
 def test_what_cannot_be_planned(inputs, words, message):
     words = words.replace("PLAN", "--on 8xA100-80GB --model MODEL").replace("MODEL", inputs["model"])
@@ -157,8 +143,7 @@ def test_the_table_of_plans_is_what_configs_give(name, tmp_path):
         assert float(number) / {"h": 1, "min": 60}[unit] == pytest.approx(float(hours), rel=0.03)
 
 
-@pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "2x2x8xA100-80GB", "CPU",
-                                  "8x400:64:200", "8x400:64:200:25:1", "400:64:200:25"])
+@pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "8x400:64:200", "8x400:0:200:25"])
 def test_hardware_that_is_not_known(text):
     with pytest.raises(UserError, match="expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of A100-40GB"):
         cost.parse_hardware(text)
@@ -168,9 +153,6 @@ def test_a_device_by_its_own_numbers():
     """Dense bf16 TFLOP/s, GiB, and GB/s within a node and between nodes."""
     device = cost.Hardware(64, 400e12, 200e9, 25.5e9)
     assert cost.parse_hardware("2x8x400:64:200:25.5") == Cluster(8, device, 2)
-    for numbers in ("0:64:200:25", "400:nan:200:25", "400:64:A100:25", "400:64:200:1e7"):
-        with pytest.raises(UserError, match="expected numbers from 0.001 to 10\\^6, found "):
-            cost.parse_hardware(f"8x{numbers}")
 
 
 def workload(lengths: list[int], whole: bool = False) -> Workload:
