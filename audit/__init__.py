@@ -368,7 +368,7 @@ def main() -> int:
     parser.add_argument("-h", "--help", action="help", help="show this page")
     args = parser.parse_args()
     path = os.path.join(args.run, "paper.md")
-    if os.path.exists(path) and not read_text(path).startswith((TITLE, f"| {HEADER[0]}")):
+    if os.path.exists(path) and not read_text(path).startswith(TITLE):
         raise UserError(f"{path}: expected nothing or an earlier page, found another file; move it away")
     run = Run(args.run)
     layers = choose_layers(args.layer, run)

@@ -3,7 +3,6 @@
     python -m bench.train_step                        # a small Llama on a CPU, under 50 s on two cores
     python -m bench.train_step --shape 1.3b --device cuda --tokens-per-microbatch 8192 --batch 128
     python -m bench.train_step --shape 7b --layers 8 --device cuda     # fewer layers if they do not fit
-    python -m bench.train_step --shape host      # a narrow model on one core: what the host does for a pass
 
 The floor is the least that distillation needs, in plain transformers on the same packed rows: the teacher's
 forward pass, forward and backward of the unpatched model with cross-entropy, and the optimizer step. Ours is
@@ -11,12 +10,8 @@ the complete step: sampling masks, blended projections, KL + BiLD, gradients of 
 and the optimizer step. step_over_floor is measured with masks; gqa_step_over_floor is for the last fifth of
 training. Samples are as long as the paper's, 126 tokens on average. packed_over_single compares samples/s;
 of the samples, --singles run alone in a packed row. Then one masked step runs under torch's profiler, whose
-table says where its time goes. On a GPU its memory and time are compared with the plan's. The last line is
-JSON: medians of paired steps.
-
-With --shape host it is the process time of passes over a row of 32 tokens, a layer, and their ratios to plain
-transformers' own: on a GPU, whose kernels run while the host goes on, a step of short rows takes as long as
-these passes take the host. --by-layer: FSDP2 as where memory does not suffice for the weights in one unit.
+table says where its time goes. On a GPU its memory and time are compared with the plan's. --by-layer: FSDP2
+as where memory does not suffice for the weights in one unit. The last line is JSON: medians of paired steps.
 """
 
 import bisect
@@ -26,7 +21,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from types import SimpleNamespace
 
 import torch
@@ -38,7 +32,6 @@ from bench.machine import machine, median_ratio, timed
 from common.data.rows import Sample
 from common.method import masks
 from common.models import blending
-from common.models.blending import set_masks
 from common.run.errors import UserError, run_stage
 from common.run.flags import Parser
 from common.training import students
@@ -55,15 +48,12 @@ from pipelines.cost import HARDWARE, step_cost
 
 stage5 = importlib.import_module("05_prune_train")
 
-HOST = "host"
 SHAPES = {  # hidden, intermediate, layers, heads, vocabulary
     "demo": (128, 256, 4, 8, 1280),
     "small": (256, 688, 6, 8, 2000),
     "1.3b": (2048, 5504, 24, 16, 32000),
     "7b": (4096, 11008, 32, 32, 32000),
-    HOST: (64, 172, 24, 4, 500),
 }
-HOST_WARMUP, HOST_ROWS = 3, 5  # rows that are not counted, and for each of --pairs
 STEP, STEPS = 150, 1000  # the step that is timed, of that many
 STATE = 12  # bytes per parameter of a student between steps: float32 weight and Adam's two moments
 COPY = 2  # and, where a process shards nothing, the copy that it computed with
@@ -281,38 +271,6 @@ def peak_memory(step, others: float) -> dict[str, float]:
             "reserved_gib": round((allocator - others) / 2**30, 2)}
 
 
-def host_times(models: Models, config, pairs: int) -> dict:
-    """Milliseconds of process time a layer and row of one thread, medians, and their ratios to plain
-    transformers' forward pass, or forward and backward pass.
-    """
-    torch.set_num_threads(1)
-    row, plain = build_row([Sample((1,) * 24, (2,) * 8)], 1), LlamaForCausalLM(config)
-    set_masks(models.masked.net, models.masks.noiseless())
-
-    def plain_forward() -> torch.Tensor:
-        return plain.model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False)[0]
-
-    def both(forward) -> None:
-        forward().sum().backward()
-
-    ways = {"plain forward": torch.no_grad()(plain_forward), "plain": lambda: both(plain_forward),
-            "teacher": torch.no_grad()(lambda: models.teacher(row)),
-            "masked": lambda: both(lambda: models.masked(row)), "gqa": lambda: both(lambda: models.gqa(row))}
-    taken = {name: [] for name in ways}
-    for number in range(-HOST_WARMUP, HOST_ROWS * pairs):
-        for name, way in ways.items():
-            began = time.process_time()
-            way()
-            if number >= 0:
-                taken[name].append(time.process_time() - began)
-    layers = config.num_hidden_layers
-    values = {"host_ms": {name: round(1e3 * statistics.median(times) / layers, 3)
-                          for name, times in taken.items()}}
-    for name, against in (("teacher", "plain forward"), ("masked", "plain"), ("gqa", "plain")):
-        values[f"{name}_over_plain"] = round(median_ratio(taken[name], taken[against]), 3)
-    return values
-
-
 def measure(args, ranks) -> dict:
     """What the last line says."""
     config, cuda = model_config(args), args.device == "cuda"
@@ -321,8 +279,6 @@ def measure(args, ranks) -> dict:
         memory = torch.cuda.get_device_properties(ranks.device).total_memory
         config = fit_layers(config, samples, args, memory)
     models = Models(args, ranks, config)
-    if args.shape == HOST:
-        return host_times(models, config, args.pairs) | {"settings": vars(args), "machine": machine("cpu")}
     packed = lay_out(samples, args.tokens_per_microbatch, ranks.device)
     single = lay_out(evenly_spread(samples, args.singles), 1, ranks.device)
     ways = {"floor": lambda: models.floor(packed), "masked": lambda: models.masked_step(packed, samples),

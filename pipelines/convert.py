@@ -50,8 +50,8 @@ CHOOSING = 16  # sequences on which numbers of kv heads are compared
 OURS = ("--run", "--run-dir", "--name", "--student", "--tasks", "--text", "--text-tokens", "--chat")
 
 
-def parse() -> argparse.Namespace:
-    """The flags; more: those for stage 5."""
+def make_parser() -> StageParser:
+    """The flags of this command."""
     parser = StageParser(__doc__)
     parser.section("model")
     parser.add_argument("--model", required=True, metavar="NAME", help="a directory, a hub name, a .gguf "
@@ -85,14 +85,18 @@ def parse() -> argparse.Namespace:
                         "by the same --run and --kv-heads")
     parser.add_argument("--processes", type=positive, help="of training (default: one a GPU)")
     parser.add_argument("-h", "--help", action="help", help="show this page")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    """The flags; more: those for stage 5."""
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
-    args = parser.parse_args(words[:end])
+    args = make_parser().parse_args(words[:end])
     name = os.path.basename(os.path.normpath(args.model.removesuffix(".gguf")))
-    args.text = args.text or [GENERATED]
     kind = "choose" if args.choose is not None else args.kv_heads or "gqa"
     args.run = args.run or f"runs/{name}-{kind}"
-    args.more = words[end + 1 :]
+    args.text, args.more = args.text or [GENERATED], words[end + 1 :]
     return args
 
 

@@ -42,17 +42,16 @@ def convert(model, token_ids: torch.Tensor, kv_heads: int, by: str = "energy", m
             raise UserError(f"{name}: expected one of {', '.join(map(str, kinds))}, found {value}")
     layers, dtype = open_model(model), model.dtype
     check_kv_heads(geometry(layers.config).kv_heads, kv_heads)
-    check_tokens(token_ids, layers.config.vocab_size, least=2 if refit else 1)
+    if token_ids.ndim != 2 or len(token_ids) < (2 if refit else 1):
+        raise UserError(f"token_ids: expected [sequences, length], with a refit two or more, found "
+                        f"{list(token_ids.shape)}")
     calibration = [LayerGrams({name: tensor.to(layers.device) for name, tensor in tensors.items()},
                               geometry(layers.config).kv_heads)
                    for tensors in collect(layers, token_ids, BATCH, 0, None)]
     context = key_context(None, layers.config.max_position_embeddings)
     groups = find_groups(calibration, layers.config, kv_heads, by, context)
     rotations = [align_layer(*layer, CRITERION) for layer in zip(calibration, groups, strict=True)]
-    for layer, members, rotation in zip(layers.decoder_layers(), groups, rotations, strict=True):
-        fuse_groups(layer.self_attn, members, *rotation)
-        for parameter in layer.parameters():
-            parameter.data = parameter.to(dtype).float()  # as stored in aligned/
+    fuse_layers(layers, groups, rotations, dtype)
     context = context if MERGES[merge].whole_head else None
     merges = choose_merges(merge, calibration.__getitem__, groups, rotations, context)
     refitting = None
@@ -66,6 +65,14 @@ def convert(model, token_ids: torch.Tensor, kv_heads: int, by: str = "energy", m
             refitting.layer(layer, merged[-1])
     layers.model.model.layers = nn.ModuleList(merged)
     return with_weights(layers.model, merged_config(model.config, kv_heads), dtype, layers.device)
+
+
+def fuse_layers(layers: Layers, groups: torch.Tensor, rotations: list, dtype: torch.dtype) -> None:
+    """Rotate and order the heads of all layers, rounded to the dtype of aligned/."""
+    for layer, members, rotation in zip(layers.decoder_layers(), groups, rotations, strict=True):
+        fuse_groups(layer.self_attn, members, *rotation)
+        for parameter in layer.parameters():
+            parameter.data = parameter.to(dtype).float()
 
 
 def open_model(model) -> Layers:
@@ -89,17 +96,6 @@ def with_weights(model, config, dtype: torch.dtype, device: str):
     copied.tie_weights()
     copied.generation_config = copy.deepcopy(model.generation_config)
     return copied
-
-
-def check_tokens(token_ids: torch.Tensor, rows: int, least: int) -> None:
-    """Raise UserError unless these are at least so many sequences of ids below `rows`."""
-    shaped = token_ids.ndim == 2 and len(token_ids) >= least and token_ids.numel()
-    if not shaped or token_ids.is_floating_point():
-        raise UserError(f"token_ids: expected integers [sequences, length], {least} sequences or more, found "
-                        f"{token_ids.dtype} {list(token_ids.shape)}")
-    low, high = map(int, token_ids.aminmax())
-    if low < 0 or high >= rows:
-        raise UserError(f"token_ids: expected ids from 0 to {rows - 1}, found {low} to {high}")
 
 
 def find_groups(calibration: list, config, kv_heads: int, by: str, context: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import re
 import subprocess
 from typing import NamedTuple
 
-from common.data.tasks import PUBLISHED_SIZES, TASKS
+from common.data.tasks import TASKS
 from common.reporting.tables import markdown_table
 from common.run.artifact import read_record
 from common.run.errors import UserError, run_stage
@@ -23,28 +23,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PAGE, BEGIN = os.path.join(HERE, os.pardir, "docs", "PAPER.md"), "<!-- python -m pipelines.published -->\n"
 MODELS = {"table1.sh": ("LLaMA2-7B", (32, 32, 4096)),  # layers, heads, hidden size
           "table2.sh": ("Sheared-LLaMA-1.3B", (24, 16, 2048))}
-QUESTIONS = [PUBLISHED_SIZES[task][1] for task in TASKS]
-ROUNDING = 0.01 + 1e-9  # between a printed average and that of printed cells: half of it is of each
 
 
 class Row(NamedTuple):
     cells: list[str]  # of TASKS, as printed
     average: str
     budget: str  # tokens and epochs, in the first row of a block
-
-    def micro(self) -> float:
-        """The average of the printed cells over questions."""
-        right = sum(float(cell) * count for cell, count in zip(self.cells, QUESTIONS, strict=True))
-        return right / sum(QUESTIONS)
-
-    def fractional(self) -> list[str]:
-        """Tasks whose cell is no whole number of questions in percent, rounded or cut to two digits."""
-        found = []
-        for task, cell, count in zip(TASKS, self.cells, QUESTIONS, strict=True):
-            least, most = (float(cell) - 0.005) / 100 * count, (float(cell) + 0.01) / 100 * count
-            if not any(least <= right < most for right in range(int(least), int(most) + 1)):
-                found.append(f"{task} {cell}")
-        return found
 
 
 def published() -> dict[str, dict[str, Row]]:
@@ -90,18 +74,6 @@ def measured(run: str) -> tuple[str, dict[str, list[str]]]:
     return script, rows
 
 
-def check(tables: dict[str, dict[str, Row]]) -> str:
-    """Which of the published numbers contradict each other, in Markdown."""
-    rows = [(f"- {MODELS[script][0]}, `{name}`", row)
-            for script, named in tables.items() for name, row in named.items()]
-    off = [f"{name}: {row.average} printed, {row.micro():.3f} from its cells" for name, row in rows
-           if abs(row.micro() - float(row.average)) > ROUNDING]
-    fractional = [f"{name}: {cell}" for name, row in rows for cell in row.fractional()]
-    cells = len(rows) * len(TASKS)
-    return "\n".join([f"Of {len(rows)} averages, all agree but {len(off)}:\n", *off,
-                      f"\nOf {cells} cells, all agree but {len(fractional)}:\n", *fractional])
-
-
 def table(script: str, rows: dict[str, Row], ours: dict[str, dict]) -> str:
     """Commands of a table's first row, and the rows that were run. ours: run -> name of a row -> cells."""
     made, lines = commands(script), []
@@ -123,7 +95,7 @@ def tables(runs: list[str]) -> str:
         ours[script][run] = cells
     parts = [f"## Table {number}: {MODELS[script][0]}\n\n{table(script, rows[script], ours[script])}"
              for number, script in enumerate(rows, start=1)]
-    return "\n\n".join([check(rows), *parts]) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def main():

@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -160,31 +159,15 @@ def edit(directory: Path, tensor: str, change) -> None:
     write_record(str(directory), json.loads((directory / "stage.json").read_text()))
 
 
-def edit_record(path: Path, **changes) -> None:
-    """Change fields of a record's summary, or its arguments."""
-    record = json.loads(path.read_text())
-    for part in ("summary", "arguments"):
-        record[part] |= {field: value for field, value in changes.items() if field in record[part]}
-    path.write_text(json.dumps(record))
-
-
 WEIGHT = "model.layers.1.self_attn.{}_proj.weight"
 DAMAGES = {  # -> the rows that it turns off
     "sampled keys": (lambda home: edit(home / "calibration", "sample.key", lambda keys: keys.roll(1, 1)),
                      "Eq. 1:"),
-    "Grams of keys": (lambda home: edit(home / "calibration", "key.unit", lambda gram: 1.001 * gram),
-                      "Eq. 2:|Eq. 18:"),
-    "Grams of values": (lambda home: edit(home / "calibration", "value.raw", lambda gram: 1.001 * gram),
-                        "Eq. 22 squared: value"),
-    "scores": (lambda home: edit_record(home / "groups/stage.json", score_found=[-1e6] * 3),
-               "Eq. 24:|Algorithm 2"),
     "a value head": (lambda home: edit(home / "aligned", WEIGHT.format("v"),  # turned, of two coordinates
                                        lambda weight: torch.cat((weight[[1]], -weight[[0]], weight[2:]))),
                      "Algorithm 1 of Eq. 6: values|Eq. 11:|Eq. 12:|Eq. 13:|Eq. 26:"),
     "key heads": (lambda home: edit(home / "aligned", WEIGHT.format("k"), lambda weight: weight.roll(8, 0)),
                   "Algorithm 1 of Eq. 6: keys|Eq. 11:|Eq. 14, 15:|Eq. 16:|Eq. 17:|Eq. 25:"),
-    "a shared head": (lambda home: edit(home / "merged", WEIGHT.format("k"), lambda weight: 1.001 * weight),
-                      "Eq. 25:"),
 }
 
 
@@ -239,24 +222,11 @@ def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path, monkeypa
     assert not any("layer 1" in line for line in lines)
 
 
-def test_the_page_begins_with_its_run_and_the_flags_of_the_stages(finished_run):
-    title, what, commands, *legend = audit.heading(audit.Run(str(finished_run)), [0, 2]).split("\n\n")
-    assert title == audit.TITLE and legend
-    assert what.endswith(", 3 layers, 8 query heads, 8 -> 2 kv heads. Compared layers: 0, 2.")
-    assert re.findall(r"(\d\d)_\w+\.py", commands) == ["01", "03", "04", "05"]
-    assert commands.splitlines()[2].endswith("04_align.py --rotate dist --merge mean")
-
-
-def test_a_page_of_another_program_stays(aligned_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(audit, "all_rows", lambda run, layers: [audit.Row("Eq. 1", note="none")])
+def test_a_page_of_another_program_stays(aligned_run, tmp_path):
     home = copy_run(aligned_run, tmp_path / "run")
-    for ours in (audit.TITLE, "| equation | as printed"):
-        (home / "paper.md").write_text(ours)
-        monkeypatch.setattr("sys.argv", ["audit", "--run", str(home)])
-        assert audit.main() == 0 and (home / "paper.md").read_text().endswith("\n\n- Eq. 1: none\n")
     (home / "paper.md").write_text("# Notes")
-    with pytest.raises(UserError, match="paper.md: expected nothing or an earlier page"):
-        audit.main()
+    expect_error("paper.md: expected nothing or an earlier page", AUDIT, "--run", home)
+    assert (home / "paper.md").read_text() == "# Notes"
 
 
 def missing(home) -> dict[str, str]:
@@ -279,7 +249,6 @@ def test_as_printed_is_beside_what_the_stages_mean_and_worse(aligned_table):
 @pytest.mark.parametrize(("grouping", "aligning", "expected"), [
     ("--by key --criterion cos", "--rotate cos", {}),
     ("--by none", "--rotate none", {"Algorithm 1 of Eq. 6": "--rotate none"}),
-    ("--by both", "", {}),
     ("--by value", "--merge closed-form --refit", {
         "Eq. 25: W_K": "--merge closed-form --refit", "Eq. 26: W_V": "--merge closed-form --refit",
         "Eq. 29-31": "closed-form merges and refits blend W_Q and W_O, too"}),
@@ -293,11 +262,10 @@ def test_rows_of_other_runs(aligned_run, tmp_path, grouping, aligning, expected)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "reasons"), [
-    ({"num_key_value_heads": 4, "tie_word_embeddings": True}, 0),
-    ({"model_type": "qwen2", "num_key_value_heads": 4, **WINDOWS}, 0),
+    ({"model_type": "qwen2", "num_key_value_heads": 4, "tie_word_embeddings": True,
+      "dtype": torch.bfloat16, **WINDOWS}, 0),
     ({"model_type": "qwen3", "bias": True}, 4),
-    ({"model_type": "mistral", "dtype": torch.bfloat16}, 0),
-], ids=["llama-GQA-tied", "qwen2-GQA", "qwen3-biases", "mistral-bfloat16"])
+], ids=["qwen2-GQA-tied-bfloat16", "qwen3-biases"])
 def test_rows_of_other_families(inputs, tmp_path, monkeypatch, options, reasons):
     """Keys of Qwen3 may only be flipped. Of a large model the middle layer is compared."""
     home, source = tmp_path / "run", save_tiny(tmp_path / "model", **options)
@@ -314,14 +282,8 @@ def test_rows_of_other_families(inputs, tmp_path, monkeypatch, options, reasons)
 
 
 def test_bad_input_is_one_line(aligned_run, tmp_path, monkeypatch):
-    home = copy_run(aligned_run, tmp_path / "run")
-    expect_error("--layer: expected layers from 0 to 2, found 3", AUDIT, "--run", home, "--layer", 0, 3)
+    expect_error("--layer: expected layers from 0 to 2, found 3", AUDIT, "--run", aligned_run, "--layer", 3)
     expect_error("calibration not found; run 01_calibrate.py", AUDIT, "--run", tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"expected one of \['mistral'\], found llama"):
         monkeypatch.setattr(audit, "CHECKED", ["mistral"])
-        audit.Run(str(home))
-    shutil.move(home / "aligned", tmp_path / "aligned")
-    expect_error("aligned not found; run 04_align.py", AUDIT, "--run", home)
-    (home / "similarity" / "similarity.safetensors").write_bytes(b"")
-    expect_error("similarity.safetensors is not as it was written", AUDIT, "--run", home)
-    assert not (home / "paper.md").exists()
+        audit.Run(str(aligned_run))

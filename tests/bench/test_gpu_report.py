@@ -80,7 +80,6 @@ def test_every_row_has_flags_that_its_benchmark_or_stage_takes(pretended, monkey
 
 
 def test_the_verdict_of_a_row_and_what_it_measured():
-    assert row("tests", 1, log=LOG).summary == "failed, exit code 1: 1 failed, 1 passed, 1 skipped in 83.24s"
     hanging = row("tests", 124, log=["tests/test_gpu.py::test_b"])
     assert hanging.summary == "out of time" and hanging.ending.endswith("    tests/test_gpu.py::test_b")
     assert row("loss", log=["reads", '{"a": 1}']).measured == {"a": 1}
@@ -100,13 +99,12 @@ def test_the_report_names_failures_and_compares_the_plan(tmp_path, machine):
     assert "No time was left for compiled." in text
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_the_report_is_named_for_the_gpus_and_fails_with_a_row(tmp_path, machine, monkeypatch, code):
+def test_the_report_is_named_for_the_gpus_and_fails_with_a_row(tmp_path, machine, monkeypatch):
     monkeypatch.setattr(gpu, "__file__", str(tmp_path / "gpu.py"))
     monkeypatch.setattr(sys, "argv", ["gpu", "report", str(tmp_path)])
-    rows = f"loss\t0\t1\t0\t-m bench.loss\ndecode\t{code}\t2\t9\t-m bench.decode\n"
-    (tmp_path / "rows.tsv").write_text(rows)
-    for name in ("loss", "decode"):
-        (tmp_path / f"{name}.log").write_bytes(b"\xff")  # cut by a time limit
-    assert gpu.main() == code
-    assert (tmp_path / "RESULTS-8xA100-SXM4-80GB.md").read_text().startswith("# Measured on 8 x NVIDIA A100")
+    (tmp_path / "loss.log").write_bytes(b"\xff")  # cut by a time limit
+    for code in (0, 1):
+        (tmp_path / "rows.tsv").write_text(f"loss\t{code}\t1\t0\t-m bench.loss\n")
+        assert gpu.main() == code
+        report = (tmp_path / "RESULTS-8xA100-SXM4-80GB.md").read_text()
+        assert report.startswith("# Measured on 8 x NVIDIA A100")

@@ -15,9 +15,8 @@ LINE = re.compile(r"\nThe (\w+) pass key is (\d{5})\.\n")
 
 
 @pytest.mark.parametrize("answer, words, expected", [
-    ("The capital of Italy is Rome.", ["Rome"], True), ("ROME", ["Rome"], True),
-    ("Romeo and Juliet", ["Rome"], False), ("There are 7 days", ["seven", "7"], True),
-    ("There are 17 days", ["seven", "7"], False), ("It is in South\nAmerica", ["South America"], False),
+    ("It is ROME.", ["Rome"], True), ("Romeo and Juliet", ["Rome"], False),
+    ("There are 7 days", ["seven", "7"], True), ("There are 17 days", ["seven", "7"], False),
 ])  # fmt: skip
 def test_an_answer_is_right_if_a_word_stands_in_it(answer, words, expected):
     assert answers.is_right(answer, words) == expected

@@ -72,8 +72,7 @@ def test_the_result_is_stock_and_the_model_stays(by, monkeypatch):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"merge": "sum"}, f"merge: expected one of {', '.join(MERGES)}, found sum"),
     ({"kv_heads": 3}, "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
-    ({"token_ids": TOKENS[:1], "refit": "output"}, "2 sequences or more, found torch.int64 [1, 24]"),
-    ({"token_ids": TOKENS - TOKENS.max() + 260}, "token_ids: expected ids from 0 to 259, found"),
+    ({"token_ids": TOKENS[:1], "refit": "output"}, "with a refit two or more, found [1, 24]"),
 ])
 def test_a_mistake_is_one_line(changes, message):
     with pytest.raises(UserError) as refused:
