@@ -26,10 +26,6 @@ engine=$home/.gguf/llama_cpp_python-$VERSION
 [ $# = 1 ] || [ $# = 2 ] || { echo "error: expected CHECKPOINT [OUT.gguf], found $# arguments" >&2; exit 2; }
 [ -f "$1/config.json" ] ||
   { echo "error: $1: expected a checkpoint directory, found no config.json in it" >&2; exit 2; }
-case $OUTTYPE in
-  f32|f16|bf16|q8_0|q4_0|q4_k_m) ;;
-  *) echo "error: OUTTYPE: expected f32, f16, bf16, q8_0, q4_0 or q4_k_m, found $OUTTYPE" >&2; exit 2 ;;
-esac
 
 out=${2:-${1%/}.$OUTTYPE.gguf}
 # packages are installed next to the interpreter's; the dependencies that those lack are named, for --no-deps

@@ -65,7 +65,8 @@ def parse():
     parser = Parser(__doc__)
     parser.add_argument("checkpoint", help="checkpoint directory")
     parser.add_argument("out", help="GGUF file; if it already exists, it is compared as it is")
-    parser.add_argument("--outtype", default="f32", help="f32, f16, bf16, q8_0, q4_0 or q4_k_m")
+    parser.add_argument("--outtype", choices=("f32", "f16", "bf16", "q8_0", *QUANTIZED), default="f32",
+                        help="type of the weights")
     parser.add_argument("--pre", help="llama.cpp's pre-tokenizer for a tokenizer unknown to its converter")
     parser.add_argument("--tokens", type=positive, default=32, help="tokens generated per prompt")
     parser.add_argument("--prompts", help="text file, one prompt per line")
