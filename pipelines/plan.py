@@ -39,7 +39,7 @@ from common.run.flags import StageParser, positive
 from common.run.kinds import SOURCE
 from common.training import memory
 from common.training.conversion import Conversion, read_conversion
-from common.training.flops import CHOSEN, forward_flops, products
+from common.training.flops import forward_flops, products
 from common.training.heldout import QUESTIONS, Heldout
 from common.training.memory import Cluster, Phase, peak_memory, size
 from common.training.settings import SHORTEST_ROW, defaults_of, make_schedules, phases_of, with_defaults
@@ -210,11 +210,6 @@ def print_phases(phases: dict[str, Phase], on: str) -> float:
 
     Raises UserError if one does not fit.
     """
-    config = phases["student"].work.config
-    if any(getattr(config, name, None) for name in CHOSEN):
-        model, whole = products(config), size(config).whole
-        met = model.projections + model.mlps + model.head
-        print(f"{whole:,} parameters, of which a token meets {met:,}: it is sent to some of the experts")
     costs = [print_phase(phase, cost.parse_hardware(on)) for phase in phases.values()]
     if not all(fits for _, fits in costs):
         raise UserError(f"--on: expected all phases to fit on {on}, found that not all do; see above")

@@ -49,10 +49,6 @@ def test_a_config_alone_gives_the_plan_of_a_run_with_texts(aligned_run, inputs, 
     of_run = costs("--run", home, *words)
     assert len(of_run) == 7 and costs("--model", inputs["model"], "--kv-heads", 2, *words) == of_run
     assert of_run[-1].endswith("besides generating text") == (text == "generated")
-    alone = tmp_path / "home" / "settings.json"
-    alone.parent.mkdir()
-    alone.write_bytes(open(f"{inputs['model']}/config.json", "rb").read())
-    assert costs("--model", alone, "--kv-heads", 2, *words) == of_run and [*alone.parent.iterdir()] == [alone]
     if text == "file":  # without --text-tokens all of it is read
         everything = costs("--run", home, *words[:4], *words[6:])
         assert everything[1] != of_run[1] and (home / "tokens").exists()
