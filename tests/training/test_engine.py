@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,13 @@ import torch
 
 from common.data.rows import Sample
 from common.run.errors import UserError
-from common.training import checkpoints, engine, metrics
+from common.training import engine, metrics
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
 from common.training.lines import outcome, summarize
 from common.training.packing import build_row, rows_of_step, split_over_ranks
-from common.training.sharding import Ranks
+from common.training.sharding import Ranks, joined_ranks
 from models import save_tiny, tiny_model
 from reference import SCHEDULE, Operations, built, half_masked_student
 
@@ -179,6 +180,21 @@ def test_masks_may_change_alone(group_of_one, tmp_path):
     step.backward(job.trainee.replicated["log_alpha"].sum())
     step.update()
     assert step.metrics["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_in_a_step_waits_for_its_end_and_elsewhere_interrupts(number):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may run the tests
+    with joined_ranks():
+        with engine.signals_noted() as noted:
+            signal.raise_signal(number)
+            assert noted.is_set()
+            noted.clear()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt), engine.signals_noted():  # after the last step it is passed on
+            signal.raise_signal(number)
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import socket
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from common.training import sharding, students
 from common.training.attention import Trainee
 from common.training.engine import Step
 from common.training.packing import build_row
-from common.training.sharding import Execution, build, joined_ranks, reduce_gradients, sum_over_ranks
+from common.training.sharding import Execution, build, reduce_gradients, sum_over_ranks
 from models import save_tiny, tiny_model
 from reference import SAMPLES, SCHEDULE, Operations, built, half_masked_student, pretended_ranks
 from torchrun import run_script
