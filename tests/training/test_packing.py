@@ -8,7 +8,6 @@ import torch
 
 from common.data.rows import Sample
 from common.method.losses import cross_entropy
-from common.run.errors import UserError
 from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step
 from common.training.packing import (
@@ -66,54 +65,39 @@ def test_weights_stand_where_tokens_are_predicted():
     assert row.lengths == (3, 7) == (len(text), len(chat)) and chat.answer_tokens == 4
 
 
-class Reads(list):
-    """Samples that note which thread reads them, and how often."""
-
-    def __init__(self, samples):
-        super().__init__(samples)
-        self.threads = []
-
-    def __getitem__(self, index):
-        self.threads.append(threading.current_thread())
-        return super().__getitem__(index)
-
-
 def test_a_row_goes_to_a_device_whole():
     row = build_row([Sample([1, 2, 3])], batch=1).to("meta")
     tensors = [getattr(row, field.name) for field in fields(row) if field.name != "lengths"]
     assert {tensor.device.type for tensor in tensors} == {"meta"} and row.lengths == (3,)
 
 
+class Reads(list):
+    """Samples that note which of them are read, and by which threads."""
+
+    def __init__(self, samples):
+        super().__init__(samples)
+        self.read, self.threads = [], set()
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        self.threads.add(threading.current_thread())
+        return super().__getitem__(index)
+
+
 def test_rows_are_built_one_step_ahead_by_a_thread():
-    ranks, samples = Ranks(1, 2, torch.device("cpu")), Reads(random_samples(20))
-    for taken, last in ((3, 6), (1, 100)):  # steps taken of those from 3
-        samples.threads.clear()
-        for step in range(3, min(4 + taken, last)):
-            rows_of_step(samples, step, schedule(64), ranks)
-        reads = len(samples.threads)
-        samples.threads.clear()
-        batches = rows_ahead(samples, range(3, last), schedule(64), ranks)
-        for step in range(3, 3 + taken):
-            rows, expected = next(batches), rows_of_step(list(samples), step, schedule(64), ranks)
-            for row, theirs in zip(rows, expected, strict=True):
-                for field in fields(row):
-                    ours = getattr(row, field.name)
-                    assert torch.equal(torch.as_tensor(ours), torch.as_tensor(getattr(theirs, field.name)))
-        assert last == 100 or next(batches, None) is None
-        batches.close()
-        assert len(samples.threads) == reads  # those of these steps, and of the next one
-        assert threading.current_thread() not in samples.threads and len(set(samples.threads)) == 1
-        assert not samples.threads[0].is_alive()
-
-
-def test_what_a_thread_cannot_read_stops_training():
-    class Unreadable(list):
-        def __getitem__(self, index):
-            raise UserError("tokens.npy: truncated")
-
-    batches = rows_ahead(Unreadable(random_samples(20)), range(3), schedule(64), ALONE)
-    with pytest.raises(UserError, match="truncated"):
-        next(batches)
+    ranks = Ranks(1, 2, torch.device("cpu"))
+    here, ahead = Reads(random_samples(20)), Reads(random_samples(20))
+    expected = [rows_of_step(here, step, schedule(64), ranks) for step in (3, 4)]
+    batches = rows_ahead(ahead, range(3, 100), schedule(64), ranks)
+    for row, theirs in zip(next(batches), expected[0], strict=True):
+        for field in fields(row):
+            columns = (torch.as_tensor(getattr(each, field.name)) for each in (row, theirs))
+            assert torch.equal(*columns), field.name
+    batches.close()
+    assert ahead.read == here.read  # those of this step, and of the next one
+    (thread,) = ahead.threads
+    assert thread is not threading.current_thread() and not thread.is_alive()
+    assert len([*rows_ahead(ahead, range(3, 6), schedule(64), ranks)]) == 3
 
 
 def without_borders(row: Row) -> Row:
@@ -127,13 +111,13 @@ def test_packed_gradient_equals_one_sample_at_a_time():
     gradients = []
     for capacity, change in ((1, None), (64, None), (10_000, None), (10_000, without_borders)):
         trainee = Trainee(tiny_model(attn_implementation="packed"))
-
-        def head_loss(hidden, lm_head, row):
-            return (cross_entropy(lm_head(hidden), row.targets) * row.answer_weight).sum()
-
         for row in rows_of_step(random_samples(8), 0, schedule(capacity), ALONE):
             row = change(row) if change else row
-            trainee(row, lambda hidden, lm_head, row=row: head_loss(hidden, lm_head, row)).backward()
+
+            def head_loss(hidden, lm_head, row=row):
+                return (cross_entropy(lm_head(hidden), row.targets) * row.answer_weight).sum()
+
+            trainee(row, head_loss).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in trainee.parameters()]))
     alone, *packed, crossing = gradients
     close = 1e-5 * float(alone.abs().max()) + 1e-7

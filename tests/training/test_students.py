@@ -16,7 +16,7 @@ from common.training.attention import Trainee
 from common.training.conversion import TrainingRun
 from common.training.engine import Job
 from common.training.lines import OPEN_MASKS
-from common.training.mask_state import Masks, ReleasedMasks, switch_step
+from common.training.mask_state import ReleasedMasks, switch_step
 from common.training.settings import Schedules
 from common.training.sharding import Execution
 from common.training.students import Rates
@@ -87,35 +87,28 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, dtype", [("off", torch.float16), ("l0", torch.bfloat16)])
-def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, monkeypatch, kind, dtype):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, monkeypatch, dtype):
     """In bfloat16, against frozen weights in float32; what is trained is float32 in both."""
-    pair = saved_pair(tmp_path, dtype=dtype)
-    execution, freeze, trained = Execution(compute=torch.bfloat16), students.freeze, []
+    pair, execution = saved_pair(tmp_path, dtype=dtype), Execution(compute=torch.bfloat16)
+    freeze, teacher = students.freeze, teacher_of(group_of_one, tmp_path, execution)
+    trained = []
     for kept in (dtype, torch.float32):
         monkeypatch.setattr(students, "freeze", lambda *arguments, kept=kept: freeze(*arguments[:2], kept))
-        home, weights = tmp_path / str(kept), Rates(1e-2, 0.999, 0.1)
+        student = students.gqa_student(pair, group_of_one, execution, fresh=True, train="attention")
+        for name, parameter in student.net.named_parameters():
+            assert parameter.dtype == (torch.float32 if ".self_attn." in name else kept), name
+        optimizer = students.student_optimizer(student, Rates(1e-2, 0.999, 0.1), pair.blended)
+        home = tmp_path / str(kept)
         home.mkdir()
-        if kind == "off":
-            student = students.gqa_student(pair, group_of_one, execution, fresh=True, train="attention")
-            optimizer, masked = students.student_optimizer(student, weights, pair.blended), None
-        else:
-            student = students.masked_student(
-                pair, group_of_one, execution, kind, seed=0, fresh=True, train="attention")
-            optimizer = students.masked_optimizer(student, weights, kind, mask_lr=1.0)
-            masked = Masks(student.replicated, SCHEDULE.steps, seed=0)
-        dtypes = {(name, parameter.dtype) for name, parameter in student.net.named_parameters()}
-        assert all(dtype == (torch.float32 if ".self_attn." in name else kept) for name, dtype in dtypes)
-        job = Job(student, optimizer, str(home), group_of_one)
-        assert Student(job, teacher_of(group_of_one, tmp_path, execution), masked).train()
+        assert Student(Job(student, optimizer, str(home), group_of_one), teacher).train()
         trained.append(checkpoints.whole_weights(checkpoints.saved_checkpoints(str(home))[-1]))
     first, second = trained
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor.float(), second[name].float()), name
-    started = open_checkpoint(pair.merged if kind == "off" else pair.aligned)
     moved = "model.layers.1.self_attn.q_proj.weight"
-    assert not torch.equal(first[moved], started[moved][:].float())
+    assert not torch.equal(first[moved], open_checkpoint(pair.merged)[moved][:].float())
 
 
 def test_the_size_of_released_masks_is_saved_and_not_trained(group_of_one, tmp_path):
@@ -159,10 +152,6 @@ def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_pat
     with pytest.raises(UserError, match=r"Missing key in checkpoint state_dict: optimizer\..*k_proj\.bias"):
         checkpoints.load(gqa, saved)  # names as they are do not lead to the shared projections
     checkpoints.load(gqa, saved, lambda name: blending.blended_name(name, pair.blended))
-    groups = [(len(group["params"]), group["initial_lr"]) for group in gqa.optimizer.param_groups]
-    shared, undecayed = 3 * 4, 3 * 4 + 1  # of 3 layers: k and v; norms and the biases of q and o
-    rest = len(list(gqa.trainee.parameters())) - shared - undecayed
-    assert groups == [(rest, 1e-3), (shared, 2e-3), (undecayed, 1e-3)]
     assert gqa.step == 3
     before = dict(masked.trainee.named_parameters())
     for name, parameter in gqa.trainee.named_parameters():
@@ -171,5 +160,3 @@ def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_pat
         for kind, tensor in masked.optimizer.state[source].items():
             ours = gqa.optimizer.state[parameter][kind]
             assert torch.equal(*(getattr(each, "_local_tensor", each) for each in (ours, tensor))), name
-    sizes = [sum(p.numel() for p in job.trainee.parameters()) for job in (gqa, masked)]
-    assert sizes[0] < sizes[1]
