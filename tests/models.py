@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -14,13 +13,11 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHORT = {"original_max_position_embeddings": 32}
 LLAMA3 = SHORT | {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                   "high_freq_factor": 4.0}
-MISTRAL = {"model_type": "mistral", "sliding_window": 12}
-QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}
 FAMILIES = {  # head_dim 8 is not hidden_size / heads = 6 in any but Phi-3's longrope
     "llama, GQA, tied": GQA | TIED | {"rope_parameters": LLAMA3},
-    "mistral": MISTRAL,
-    "mistral, GQA": GQA | MISTRAL,
-    "qwen2, GQA": GQA | QWEN2,
+    "mistral": {"model_type": "mistral", "sliding_window": 12},
+    "qwen2, GQA": GQA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 12,
+                         "max_window_layers": 2},
     "qwen3, GQA, tied": GQA | TIED | {"model_type": "qwen3"},
     "qwen3, biases": {"model_type": "qwen3", "bias": True},
     "gemma, tied": TIED | {"model_type": "gemma"},
@@ -81,31 +78,39 @@ QUICK = "llama, GQA, tied", "qwen2, GQA", "qwen3, GQA, tied", "phi3", "gemma2", 
 EVERY_FAMILY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: index for index, character in enumerate(alphabet)} | {"<eos>": END}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def byte_tokenizer(merges=(), **options) -> PreTrainedTokenizerFast:
+    """Bytes, and pairs of them that are merged, as tokens. options: of PreTrainedTokenizerFast."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", *("".join(pair) for pair in merges)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[*merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", **options)
+
+
+def class_model(config, seed: int = 0):
+    """A random model of this config. Norm weights and biases are random, too: none of them is trivial."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 2:  # experts
+                parameter.normal_(std=0.2)
+            elif name.endswith("bias") or "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
 
 
 def tiny_model(seed: int = 0, bias: bool = False, model_type: str = "llama", **changes):
-    """A random 3-layer, 8-head model; by default a Llama with MHA. Norm weights and biases are random too, so
-    that none of them is trivial."""
-    torch.manual_seed(seed)
+    """A random 3-layer, 8-head model; by default a Llama with MHA."""
     settings = {
         "vocab_size": 260, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
         "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "max_position_embeddings": 256,
         "attention_bias": bias, "bos_token_id": None, "eos_token_id": END, "pad_token_id": END,
         "initializer_range": 0.2,
     }
-    config = AutoConfig.for_model(model_type, **(settings | changes))
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
+    model = class_model(AutoConfig.for_model(model_type, **(settings | changes)), seed)
     attach_pairs(model)
     return model
 
@@ -116,34 +121,15 @@ def save_tiny(path, dtype: torch.dtype = torch.float32, **options) -> str:
     return str(path)
 
 
-def class_model(config):
-    """A small random model of this config."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 2:
-                parameter.normal_(std=0.2)
-            elif name.endswith("bias") or "norm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
 def chatml_tokenizer(template: str = CHATML):
     """Bytes; two line ends in a row, or a line end and a double quote, are one token. It begins a text with
     <eos>, which no chat begins with unless its template says so.
     """
-    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "ĊĊ", 'Ċ"']
-    vocabulary = {token: index for index, token in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ"), ("Ċ", '"')]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A",
-                                                             special_tokens=[("<eos>", END)])
-    marks = [AddedToken(mark, normalized=False) for mark in ("<|im_start|>", "<|im_end|>")]
-    tokenizer.add_special_tokens(marks)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>",
-                                                chat_template=template)
+    tokenizer = byte_tokenizer([("Ċ", "Ċ"), ("Ċ", '"')], chat_template=template)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", END)])
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    return tokenizer
 
 
 def llama2_tokenizer():
@@ -155,5 +141,5 @@ def llama2_tokenizer():
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
-                                                unk_token="<unk>", chat_template=LLAMA2)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
+                                   unk_token="<unk>", chat_template=LLAMA2)
