@@ -10,7 +10,6 @@ import datasets
 from huggingface_hub import constants, list_repo_files
 
 from common.data import data_sets
-from common.run.files import files_in
 
 LISTED = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)/tree/[^/]+/?(.*)")
 DESCRIBED = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/[^/]+)?")
@@ -23,14 +22,13 @@ LOGIN = "accept its license on its page and log in with `hf auth login`"
 class LocalHub(ThreadingHTTPServer):
     """directories: "models/NAME" or "datasets/NAME" -> the files of that repository, at every commit.
 
-    downloaded: names of the files it has sent; revisions: of which commits. refusal: of a file, or of
-    everything if `refuses_all`: status, error code and message.
+    downloaded: names of the files it has sent; revisions: of which commits. refusal: of every file, its
+    status, error code and message.
     """
 
     def __init__(self, directories: dict):
-        self.directories, self.downloaded, self.commit = directories, [], "a" * 40
-        self.revisions = set()
-        self.refusal, self.refuses_all = None, True
+        self.directories, self.commit, self.refusal = directories, "a" * 40, None
+        self.downloaded, self.revisions = [], set()
         super().__init__(("127.0.0.1", 0), Answer)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -41,7 +39,7 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
         path = self.path.partition("?")[0]
         listed, described, file = (form.fullmatch(path) for form in (LISTED, DESCRIBED, FILE))
-        if self.server.refusal and (file or self.server.refuses_all):
+        if self.server.refusal and file:
             status, code, message = self.server.refusal
             self.answer(status, b"", **{"X-Error-Code": code, "X-Error-Message": message})
         elif listed and (directory := self.repository(*listed.groups()[:2])):
@@ -59,16 +57,11 @@ class Answer(BaseHTTPRequestHandler):
         return self.server.directories.get(f"{kind}/{name}")
 
     def entries(self, directory, folder) -> list[dict]:
-        """The files and folders in a folder, or all files below it."""
-        found, every = {}, "recursive=true" in self.path.lower()
-        for name in files_in(directory):
-            inside = name.removeprefix(f"{folder}/" if folder else "")
-            if inside != name or not folder:
-                entry = name if every else name.removesuffix(inside) + inside.split("/")[0]
-                size = (directory / entry).stat().st_size
-                kind = "file" if (directory / entry).is_file() else "directory"
-                found[entry] = {"type": kind, "oid": "0", "size": size, "path": entry}
-        return [*found.values()]
+        """The files and folders in a folder, or all below it."""
+        every = "recursive=true" in self.path.lower()
+        return [{"type": "file" if path.is_file() else "directory", "oid": "0", "size": path.stat().st_size,
+                 "path": str(path.relative_to(directory))}
+                for path in (directory / folder).glob("**/*" if every else "*")]
 
     def answer_json(self, content):
         self.answer(200, json.dumps(content).encode(), **{"Content-Type": "application/json"})
