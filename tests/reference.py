@@ -5,7 +5,7 @@ import copy
 import importlib
 import inspect
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,12 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import paper
 from common.data.rows import Sample
 from common.method.merge import Merge, mean_merge
 from common.method.rope import quarter_phase
 from common.models import blending
 from common.models.edits import merge_layer, merged_config
 from common.models.families import free_pairs, geometry, needs_eager, norm_kind
-from common.models.forward import attending
 from common.models.load import load_config
 from common.training import students
 from common.training.attention import Trainee
@@ -87,30 +85,6 @@ def merge_model(model, kv_heads: int, merges: list[Merge] | None = None):
     return merged
 
 
-def sample_logits(trainee, sample: Sample) -> torch.Tensor:
-    """Logits [T - 1, V] of the predicted tokens of a sample by itself."""
-    tokens = torch.tensor([[*sample.prompt, *sample.answer]])
-    with attending(trainee.net, "sdpa"):
-        return trainee.net(input_ids=tokens, use_cache=False).logits[0, :-1]
-
-
-def distillation_terms(student, teacher, kl_on="prompt") -> dict[str, torch.Tensor]:
-    """Eq. 30's two terms from whole logits: means over a sample's tokens, then over the samples."""
-    terms = {"kl": 0.0, "bild": 0.0}
-    for sample in SAMPLES:
-        prompt = len(sample.prompt) - 1
-        ours, theirs = sample_logits(student, sample), sample_logits(teacher, sample).detach()
-        last = prompt if kl_on == "prompt" else None
-        answer = [paper.bild(*logits) for logits in zip(ours[prompt:], theirs[prompt:], strict=True)]
-        terms["kl"] = terms["kl"] + paper.kl(ours[:last], theirs[:last]).mean() / len(SAMPLES)
-        terms["bild"] = terms["bild"] + sum(answer) / len(answer) / len(SAMPLES)
-    return terms
-
-
-def tiny_trainee(seed: int) -> Trainee:
-    return Trainee(tiny_model(seed=seed, attn_implementation="packed"))
-
-
 def masked_student(log_alpha: torch.Tensor) -> Trainee:
     """A student whose merged projections are random, with these mask parameters."""
     model = tiny_model(seed=0, attn_implementation="packed")
@@ -131,14 +105,6 @@ class Gradients(Step):
 
     def update(self, **figures) -> None:
         self.metrics |= figures
-
-
-def run_masked_step(trained: Masks, student, step: int, rows: list, l0_weight: float = 1.0) -> dict:
-    """Stage 5's step with masks up to the optimizer; returns its figures."""
-    loss = replace(LOSS, l0_weight=l0_weight)
-    taken = Gradients(Job(student, None, "", ALONE, step=step), SCHEDULE, rows, SAMPLES)
-    stage5.masked_step(taken, trained, tiny_trainee(2), loss)
-    return taken.metrics
 
 
 def rates(optimizer, trainee) -> dict[str, float]:
@@ -240,7 +206,7 @@ def logits_of_two_texts(model) -> torch.Tensor:
 
 
 def random_rotations(attention, generator):
-    """Random value and key random_rotations of the kind that is exact for this layer."""
+    """Random rotations of values and keys, of the kind that is exact for this layer."""
     heads, size = geometry(attention.config).kv_heads, attention.head_dim
     values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64, generator=generator)).Q
     angles = torch.rand(heads, size // 2, dtype=torch.float64, generator=generator) * 2 * torch.pi
@@ -298,22 +264,6 @@ class Operations(TorchDispatchMode):
     def __enter__(self):
         self.names = []
         return super().__enter__()
-
-
-class Tensors:
-    """Weights in memory, as Layers takes them."""
-
-    path = "nowhere"
-
-    def __init__(self, tensors: dict):
-        self.tensors = tensors
-
-    def names(self) -> set[str]:
-        return set(self.tensors)
-
-    def read(self, tensors: dict) -> None:
-        for name, tensor in tensors.items():
-            tensor.copy_(self.tensors[name])
 
 
 def random_samples(count: int, seed: int = 0) -> list[Sample]:

@@ -6,26 +6,51 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import paper
+from common.data.rows import Sample
 from common.method import masks
 from common.models import blending
+from common.models.forward import attending
+from common.training.attention import Trainee
 from common.training.chunked import next_token_loss
 from common.training.engine import Job
 from common.training.mask_state import SWITCH, Masks, switch_step
 from common.training.packing import build_row
-from reference import (
-    ALONE,
-    SAMPLES,
-    SCHEDULE,
-    Gradients,
-    distillation_terms,
-    masked_student,
-    run_masked_step,
-    sample_logits,
-    stage5,
-    tiny_trainee,
-)
+from models import tiny_model
+from reference import ALONE, SAMPLES, SCHEDULE, Gradients, masked_student, stage5
 
 TWO_ROWS = [build_row(part, len(SAMPLES)) for part in (SAMPLES[:2], SAMPLES[2:])]
+
+
+def tiny_trainee(seed: int) -> Trainee:
+    return Trainee(tiny_model(seed=seed, attn_implementation="packed"))
+
+
+def sample_logits(trainee, sample: Sample) -> torch.Tensor:
+    """Logits [T - 1, V] of the predicted tokens of a sample by itself."""
+    tokens = torch.tensor([[*sample.prompt, *sample.answer]])
+    with attending(trainee.net, "sdpa"):
+        return trainee.net(input_ids=tokens, use_cache=False).logits[0, :-1]
+
+
+def distillation_terms(student, teacher, kl_on="prompt") -> dict[str, torch.Tensor]:
+    """Eq. 30's two terms from whole logits: means over a sample's tokens, then over the samples."""
+    terms = {"kl": 0.0, "bild": 0.0}
+    for sample in SAMPLES:
+        prompt = len(sample.prompt) - 1
+        ours, theirs = sample_logits(student, sample), sample_logits(teacher, sample).detach()
+        last = prompt if kl_on == "prompt" else None
+        answer = [paper.bild(*logits) for logits in zip(ours[prompt:], theirs[prompt:], strict=True)]
+        terms["kl"] = terms["kl"] + paper.kl(ours[:last], theirs[:last]).mean() / len(SAMPLES)
+        terms["bild"] = terms["bild"] + sum(answer) / len(answer) / len(SAMPLES)
+    return terms
+
+
+def run_masked_step(trained: Masks, student, step: int, l0_weight: float = 1.0) -> dict:
+    """Stage 5's step with masks up to the optimizer; returns its metrics."""
+    taken = Gradients(Job(student, None, "", ALONE, step=step), SCHEDULE, TWO_ROWS, SAMPLES)
+    stage5.masked_step(taken, trained, tiny_trainee(2), stage5.Loss("prompt", l0_weight))
+    return taken.metrics
 
 
 @pytest.mark.parametrize("kl_on", ["prompt", "all"])
@@ -56,7 +81,7 @@ def test_masks_that_are_open_when_they_are_removed_are_counted(monkeypatch):
     log_alpha[0, :5] = -2.3
     student = masked_student(log_alpha)
     for step, expected in enumerate((None, None, None, 5)):  # of five steps, four have masks
-        metrics = run_masked_step(Masks(student.replicated, SCHEDULE.steps, seed=5), student, step, TWO_ROWS)
+        metrics = run_masked_step(Masks(student.replicated, SCHEDULE.steps, seed=5), student, step)
         assert metrics.get("open_masks") == expected
 
 
@@ -70,7 +95,7 @@ def test_mask_gradient_is_that_of_equation_31(monkeypatch, step, ranks):
     start = torch.randn(3, 8, generator=torch.Generator().manual_seed(4))
     student = masked_student(start)
     trained = Masks(student.replicated, 100, seed=5)
-    figures = run_masked_step(trained, student, step, TWO_ROWS, l0_weight=0.3)
+    figures = run_masked_step(trained, student, step, l0_weight=0.3)
 
     reference, teacher = masked_student(start), tiny_trainee(2)
     log_alpha = reference.replicated["log_alpha"]
