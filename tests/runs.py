@@ -145,13 +145,8 @@ def run_in_process(command: str, arguments: list[str]) -> subprocess.CompletedPr
         with contextlib.ExitStack() as stack:
             for scope in scopes:
                 stack.enter_context(scope)
-            if "mutmut" in sys.modules:  # which knows functions by the names of their modules
-                run_stage(runpy.run_path(command, run_name=module_name(command))["main"])
-            elif "/" in command:
-                warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)
-                runpy.run_module(module_name(command), run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(command, run_name="__main__")
+            script = runpy.run_path(command, run_name=module_name(command))  # by which mutmut knows functions
+            run_stage(script["main"])
     except SystemExit as ended:
         code = ended.code or 0
     except Exception:
