@@ -87,13 +87,12 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, monkeypatch, dtype):
+def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, monkeypatch):
     """In bfloat16, against frozen weights in float32; what is trained is float32 in both."""
-    pair, execution = saved_pair(tmp_path, dtype=dtype), Execution(compute=torch.bfloat16)
+    pair, execution = saved_pair(tmp_path, dtype=torch.float16), Execution(compute=torch.bfloat16)
     freeze, teacher = students.freeze, teacher_of(group_of_one, tmp_path, execution)
     trained = []
-    for kept in (dtype, torch.float32):
+    for kept in (torch.float16, torch.float32):
         monkeypatch.setattr(students, "freeze", lambda *arguments, kept=kept: freeze(*arguments[:2], kept))
         student = students.gqa_student(pair, group_of_one, execution, fresh=True, train="attention")
         for name, parameter in student.net.named_parameters():
