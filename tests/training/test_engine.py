@@ -1,7 +1,6 @@
 """The training loop of every phase: rates, clipping, signals, checkpoints by the clock, metrics."""
 
 import itertools
-import json
 import math
 import re
 import signal
@@ -14,11 +13,12 @@ import torch
 
 from common.data.rows import Sample
 from common.run.errors import UserError
-from common.training import engine, metrics
+from common.training import engine
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
-from common.training.lines import outcome, summarize
+from common.training.lines import METRICS, outcome, read_metrics, summarize
+from common.training.metrics import Metrics
 from common.training.packing import build_row, rows_of_step, split_over_ranks
 from common.training.sharding import Ranks, joined_ranks
 from models import save_tiny, tiny_model
@@ -102,26 +102,22 @@ def test_a_loss_that_is_not_finite_is_named_by_rank_and_samples(monkeypatch):
 
 
 def test_the_loop_trains_with_the_scheduled_rate_and_clipped_gradients(job):
-    """Three steps of SGD by hand on the same batches, each sample in a row of its own."""
+    """Three steps of torch's SGD on the same batches, each sample in a row of its own."""
     reference = Trainee(tiny_model(attn_implementation="packed"))
+    optimizer = torch.optim.SGD(reference.parameters())
     schedule = schedule_of(3, clip=0.5, warmup=2, batch=2, tokens_per_microbatch=1)
     assert train_squares(job, schedule)
-    lines = [json.loads(line) for line in Path(job.directory, "metrics.jsonl").read_text().splitlines()]
-    for step in range(3):
-        reference.zero_grad()
-        total = 0.0
-        for row in rows_of_step(SAMPLES, step, schedule, job.ranks):
-            loss = reference(row).square().mean()
-            loss.backward()
-            total += float(loss.detach())
+    lines = read_metrics(os.path.join(job.directory, METRICS))
+    for step, line in zip(range(3), lines, strict=True):
+        optimizer.zero_grad()
+        loss = sum(reference(row).square().mean() for row in rows_of_step(SAMPLES, step, schedule, job.ranks))
+        loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(reference.net.parameters(), 0.5))
-        assert norm > 0.5 and lines[step]["grad_norm"] == pytest.approx(norm, rel=1e-4)
-        assert lines[step]["lr"] == pytest.approx(1e-3 * schedule.rate(step))
-        assert lines[step]["loss"] == pytest.approx(total, rel=1e-4)
-        with torch.no_grad():
-            for parameter in reference.parameters():
-                if parameter.grad is not None:
-                    parameter -= 1e-3 * schedule.rate(step) * parameter.grad
+        assert norm > 0.5 and line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert line["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+        assert line["lr"] == pytest.approx(1e-3 * schedule.rate(step))
+        optimizer.param_groups[0]["lr"] = line["lr"]
+        optimizer.step()
     for ours, theirs in zip(job.trainee.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
 
@@ -199,11 +195,11 @@ def test_a_signal_in_a_step_waits_for_its_end_and_elsewhere_interrupts(number):
 
 def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):
     """A kill between two checkpoints leaves lines of steps that are trained again."""
-    path = Path(job.directory, metrics.METRICS)
+    path = Path(job.directory, METRICS)
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
     job.step = 2
-    metrics.Metrics(job, schedule_of(4)).close()
-    assert metrics.read_metrics(str(path)) == [{"step": 1}, {"step": 2}]
+    Metrics(job, schedule_of(4)).close()
+    assert read_metrics(str(path)) == [{"step": 1}, {"step": 2}]
 
 
 def test_the_outcome_of_a_training_in_words_and_its_summary():
