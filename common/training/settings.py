@@ -207,14 +207,12 @@ def rates_of(args) -> tuple[Rates, Rates]:
     return student, Rates(args.teacher_lr, args.beta2, args.weight_decay)
 
 
-def settle(
-    args,  # the flags as given
-    flags: list[Flag],  # the stage's table of them
-    conversion: Conversion,
-    started: Started,
-    ranks,
-) -> tuple[Settings, TrainingRun]:
-    """Read the samples, make the schedules and choose by memory. Raises UserError for what does not fit."""
+def settle(args, flags: list[Flag], conversion: Conversion, started: Started,
+           ranks) -> tuple[Settings, TrainingRun]:
+    """Read the samples, make the schedules and choose by memory. Raises UserError for what does not fit.
+
+    args: the flags as given. flags: the stage's table of them.
+    """
     source, defaults = conversion.model["path"], defaults_of(flags, conversion, args.tasks)
     positions, cuda = load_config(source).max_position_embeddings, ranks.device.type == "cuda"
     defaults["dtype"] = "bfloat16" if cuda else "float32"

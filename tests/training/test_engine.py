@@ -107,7 +107,7 @@ def test_the_loop_trains_with_the_scheduled_rate_and_clipped_gradients(job):
     optimizer = torch.optim.SGD(reference.parameters())
     schedule = schedule_of(3, clip=0.5, warmup=2, batch=2, tokens_per_microbatch=1)
     assert train_squares(job, schedule)
-    lines = read_metrics(os.path.join(job.directory, METRICS))
+    lines = read_metrics(str(Path(job.directory, METRICS)))
     for step, line in zip(range(3), lines, strict=True):
         optimizer.zero_grad()
         loss = sum(reference(row).square().mean() for row in rows_of_step(SAMPLES, step, schedule, job.ranks))
