@@ -260,7 +260,7 @@ def test_no_more_is_read_than_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["t.txt", "t.jsonl"])
 def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch, name):
     """The peak of memory does not grow with the text; a text file is one document, whatever its pieces."""
-    for limit, value in (("PIECE", 4096), ("BATCH", 2000)):
+    for limit, value in (("PIECE", 4096), ("BATCH", 2000), ("CHUNK", 2000)):
         monkeypatch.setattr(text, limit, value)
     source, path, peaks = str(tmp_path / name), str(tmp_path / "tokens.npy"), []
     for count in (2000, 6000):
