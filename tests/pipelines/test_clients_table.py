@@ -20,6 +20,7 @@ GOOD = Result("", 1e-6, (6, 6), (3, 3))
     ({"logits": LOGITS + [[0, 0, 0], [0, 0.5, -1]]}, Result("", 1 / 4, (6, 6), (3, 3))),  # of the largest
     ({"greedy": [[1, 0, 0], [2, 2]]}, Result("", 0.0, (1 + 2, 6), (3, 3))),  # up to the first that differs
     ({"tokenized": [[5, 6], [0]]}, Result("", 0.0, (6, 6), (1, 3))),
+    ({"logits": LOGITS[:, :2]}, Result("logits of shape (2, 2), not (2, 3)")),
     ({"refusal": "ValueError: no such class"}, Result("ValueError: no such class")),
 ])
 def test_answers_are_compared(changes, expected):
