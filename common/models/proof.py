@@ -210,8 +210,6 @@ def require_convertible(path: str, config) -> str:
     model = empty_model(path, config, torch.float64)
     with refusals(f"{path}: {type(model).__name__} cannot be converted"):
         kinds, shape = watch_layers(model), geometry(config)
-        if shape.heads % shape.kv_heads:
-            raise Refused(f"its {shape.heads} heads cannot share {shape.kv_heads} key/value heads evenly")
         if shape.kv_heads < 2:
             raise Refused(f"it has {shape.kv_heads} key/value head: nothing to merge")
         prove_head(model)
