@@ -61,7 +61,6 @@ from common.models.load import fingerprint
 from common.reporting import plots
 from common.run import artifact, flags
 from common.run.errors import UserError, run_stage
-from common.run.files import read_json
 from common.run.flags import Cases, Choice, Flag, Switch, named, stage_parser
 from common.run.kinds import SOURCE
 from common.training import checkpoints, students
@@ -334,8 +333,8 @@ def is_made_by(started: artifact.Started, directory: str) -> bool:
     """Whether a training is complete, by this command and from these inputs: then nothing else is read, and
     no data set of the hub is asked for. Raises UserError if its files are not as it wrote them.
     """
-    record = read_json(os.path.join(directory, artifact.RECORD))
-    if not isinstance(record, dict) or artifact.difference(started, record):
+    record = artifact.load_record(directory)
+    if record is None or artifact.difference(started, record):
         return False
     artifact.verify_files(directory, record)
     return True

@@ -52,6 +52,7 @@ from common.run.artifact import (
     RECORD,
     begin_stage,
     input_digests,
+    load_record,
     read_record,
     resolved,
     verify_files,
@@ -59,7 +60,7 @@ from common.run.artifact import (
     write_record,
 )
 from common.run.errors import Complete, UserError, run_stage
-from common.run.files import read_json, read_text, write_text
+from common.run.files import read_text, write_text
 from common.run.flags import stage_parser
 from common.run.kinds import SOURCE
 from common.training.heldout import CHAT_TOKENS
@@ -196,8 +197,8 @@ def verify(path: str) -> dict:
 
     Raises UserError if its files differ from its stage's record.
     """
-    record = read_json(os.path.join(path, RECORD))
-    if not isinstance(record, dict):
+    record = load_record(path)
+    if record is None:
         return {}
     verify_files(path, record)
     count = record.get("summary", {}).get(OPEN_MASKS)
@@ -215,8 +216,8 @@ def choose_sources(run: str, tasks: str | None, text: str | None) -> tuple[str, 
 
 def add_heldout(args) -> None:
     """Let what a training without tasks held out be the text and the chats, where others are not given."""
-    trained = read_json(os.path.join(args.run, "train", RECORD))
-    if isinstance(trained, dict) and trained.get("arguments", {}).get("tasks") == NONE:
+    trained = load_record(os.path.join(args.run, "train"))
+    if trained and trained["arguments"]["tasks"] == NONE:
         home = resolved(args.run, trained.get("heldout"))
         text, chat = (path if home and os.path.exists(path := os.path.join(home, name)) else None
                       for name in (TOKENS, CHAT_TOKENS))

@@ -29,6 +29,7 @@ from filelock import FileLock
 
 from common.models.calibration import Calibration
 from common.reporting import plots
+from common.run.artifact import FORMAT
 from common.run.errors import run_stage
 from common.run.files import write_json
 from common.training import engine
@@ -431,9 +432,9 @@ def contents(directory) -> dict[str, str]:
 
 def valid_record(stage: str) -> dict:
     """A record that every stage accepts."""
-    every = {"stage": stage, "flags": {"seed": 0}, "arguments": {"run": "r"}, "model": SMALL_MODEL,
-             "inputs": {"RUN/calibration": SHA}, "packages": {"torch": "2"}, "commit": None, "seconds": 1.5,
-             "date": "2026-01-02T03:04:05+00:00",
+    every = {"format": FORMAT, "stage": stage, "flags": {"seed": 0}, "arguments": {"run": "r"},
+             "model": SMALL_MODEL, "inputs": {"RUN/calibration": SHA}, "packages": {"torch": "2"},
+             "commit": None, "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00",
              "files": {"a": {"size": 1, "time": 2, "sha256": SHA}, "README.md": None}}
     return copy.deepcopy(every | FIELDS[stage])
 

@@ -19,9 +19,9 @@ from functools import partial
 from common.data.data_sets import COMMITS, DATA_SET, commit_of, rows_of, stream
 from common.data.demo import DEMO, demo_home
 from common.data.rows import TABLE_NAMES, TABLES, column, numbered, parse_rows, read_rows
-from common.run.artifact import RECORD, remember_inputs
+from common.run.artifact import load_record, remember_inputs
 from common.run.errors import UserError
-from common.run.files import open_text, read_json, stamp
+from common.run.files import open_text, stamp
 
 TRAIN, HELDOUT, EVALUATION = "train", "heldout", "evaluation"
 PARTS = {TRAIN: " in its training part", HELDOUT: " in its held-out part", EVALUATION: ""}  # in errors
@@ -203,7 +203,7 @@ def digests_of(sources, run: str, output: str = "") -> dict[str, str]:
     output: an artifact that may be complete; a data set of the hub is read at the commit that it was made of.
     """
     remember_inputs(run)
-    record = read_json(os.path.join(output, RECORD)) if output else None
+    record = output and load_record(output)
     COMMITS.update((record or {}).get("inputs", {}) | COMMITS)  # of what is no data set, nobody asks for one
     kinds = [source_read(source) for source in sources if source]
     return {kind.name: version for kind in kinds if (version := kind.version())}

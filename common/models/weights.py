@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from common.run.artifact import RECORD
+from common.run.artifact import load_record
 from common.run.errors import UserError
 from common.run.files import read_json, remember, stamp
 
@@ -73,9 +73,8 @@ def files_of(path: str) -> list[str]:
 
 def fingerprint(path: str) -> str:
     """A sha256 over those of the files that count; of an artifact's as in its record, unless they changed."""
-    record = read_json(os.path.join(path, RECORD))
-    recorded = record.get("files") if isinstance(record, dict) else None
-    remember({os.path.join(path, name): known for name, known in (recorded or {}).items()})
+    recorded = (load_record(path) or {}).get("files", {})
+    remember({os.path.join(path, name): known for name, known in recorded.items()})
     digests = [f"{os.path.relpath(file, path)} {stamp(file)['sha256']}\n" for file in files_of(path)]
     return hashlib.sha256("".join(digests).encode(errors="surrogateescape")).hexdigest()
 

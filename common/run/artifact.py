@@ -37,6 +37,7 @@ from common.run.files import (
 from common.run.progress import Clock
 
 RECORD = "stage.json"
+FORMAT = 1  # of records; one that readers of another cannot take has another number
 REMOVED = ".removed"  # at the end of the name of what is being removed
 LEFT = re.compile(rf"\.(.+)\.\d+-\d+({UNFINISHED}|{REMOVED})")  # by killed processes
 RUN = "RUN/"  # what paths in the run directory begin with in records, as the directory may be moved
@@ -106,8 +107,8 @@ def find(started: Started, output: str) -> bool:
     """Whether `started` has made an output, completely. Raises UserError for one that it may not replace."""
     if not os.path.lexists(output):
         return False
-    record = read_json(os.path.join(output, RECORD))
-    if not isinstance(record, dict) or record.get("stage") != started.stage:
+    record = load_record(output)
+    if record is None or record.get("stage") != started.stage:
         raise UserError(f"{output}: expected nothing or what {started.stage} wrote, found something else; "
                         "move it away first")
     if started.args.force:
@@ -192,7 +193,13 @@ def write_record(directory: str, record: dict) -> None:
     flush(directory)
     files = {name: None if name.startswith(SCORED) else stamp(os.path.join(directory, name))
              for name in own_files(directory) if name != RECORD}
-    write_json(os.path.join(directory, RECORD), record | {"files": files})
+    write_json(os.path.join(directory, RECORD), record | {"format": FORMAT, "files": files})
+
+
+def load_record(directory: str) -> dict | None:
+    """The record of an artifact or a part; None without one that this version can read."""
+    record = read_json(os.path.join(directory, RECORD))
+    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
 
 
 def own_files(directory: str) -> list[str]:
@@ -211,8 +218,8 @@ def take_name(aside: str, path: str) -> None:
     if not os.path.lexists(path):
         os.rename(aside, path)
         return
-    record = read_json(os.path.join(path, RECORD))
-    again = isinstance(record, dict) and record.get("stage") not in KEPT and is_exact(path, record)
+    record = load_record(path)
+    again = record is not None and record.get("stage") not in KEPT and is_exact(path, record)
     old = beside(path, REMOVED) if again else free_name(path)
     try:
         os.rename(path, old)
@@ -286,8 +293,8 @@ class Parts:
 
 def find_part(path: str, command: dict) -> dict | None:
     """The record of a part that this command has completed, or None. command: fields of the record."""
-    record = read_json(os.path.join(path, RECORD))
-    made = isinstance(record, dict) and json.loads(json.dumps(command)).items() <= record.items()
+    record = load_record(path)
+    made = record is not None and json.loads(json.dumps(command)).items() <= record.items()
     return record if made and find_fault(path, record) is None else None
 
 
@@ -298,10 +305,10 @@ def read_record(path: str, stage: str, model: dict | None = None) -> dict:
     """
     if not os.path.exists(path):
         raise UserError(f"{path} not found; run {stage} first")
-    record = read_json(os.path.join(path, RECORD))
-    if not isinstance(record, dict):
-        raise UserError(f"{path}/{RECORD}: expected the record of {stage}, found none that can be read; "
-                        f"run {stage} again")
+    record = load_record(path)
+    if record is None:
+        raise UserError(f"{path}/{RECORD}: expected the record of {stage}, found none that this version can "
+                        f"read; run {stage} again")
     if record.get("stage") != stage:
         raise UserError(f"{path}: expected an artifact of {stage}, found one of {record.get('stage')}")
     record = resolved(os.path.dirname(os.path.normpath(path)), record)
@@ -369,8 +376,8 @@ def input_digests(run: str, paths: list[str]) -> dict[str, str]:
 
 def remember_inputs(run: str) -> None:
     """Take over the stamps of the files that the calibration in a run directory has read."""
-    record = read_json(os.path.join(run, "calibration", RECORD))
-    read = resolved(run, record.get("read", [])) if isinstance(record, dict) else []
+    record = load_record(os.path.join(run, "calibration"))
+    read = resolved(run, record.get("read", [])) if record else []
     remember({each["path"]: {name: each[name] for name in ("size", "time", "sha256")} for each in read})
 
 

@@ -20,9 +20,9 @@ from common.data.text import TOKEN, TOKENS, TooShort, packed_rows
 from common.models.equivalence import COMPARED, compare
 from common.models.head import head_of
 from common.models.load import bos_prefix, load_config
-from common.run.artifact import RECORD, find_part, resolved, write_directory, write_record
+from common.run.artifact import find_part, load_record, resolved, write_directory, write_record
 from common.run.errors import UserError
-from common.run.files import read_json, write_text
+from common.run.files import write_text
 from common.training.checkpoints import of_first_rank
 from common.training.lines import CHAT_SET, START, TASK_SET, TEXT_SET
 from common.training.packing import rows_of_step
@@ -176,8 +176,8 @@ def shared_with_training(sources: Sources, context: DataContext) -> set[bytes]:
     """
     source, run = parse_source(sources.heldout_text), context.run
     source.check()
-    record = read_json(os.path.join(run, "calibration", RECORD))
-    calibrated = resolved(run, record["arguments"]["text"]) if isinstance(record, dict) else NONE
+    record = load_record(os.path.join(run, "calibration"))
+    calibrated = resolved(run, record["arguments"]["text"]) if record else NONE
     others = list(filter(is_text_file, map(parse_source, dict.fromkeys([*sources.text, calibrated]))))
     own = set(map(digest_of, source.contents(EVALUATION)))
     shared = {digest for text in others for digest in map(digest_of, text.contents(TRAIN)) if digest in own}

@@ -3,9 +3,8 @@
 import os
 
 from common.models import sidecars
-from common.run.artifact import RECORD, read_record, write_directory, write_record
+from common.run.artifact import RECORD, load_record, read_record, write_directory, write_record
 from common.run.errors import UserError
-from common.run.files import read_json
 
 SEARCH, FUSE, START, PRETRAIN, REPORT = (
     f"related/dha/{name}.py" for name in ("search", "fuse", "start", "pretrain", "report")
@@ -24,10 +23,9 @@ def write_checkpoint(output: str, model, source: str, record: dict) -> None:
 
 def read_start(checkpoint: str) -> dict | None:
     """The record of a checkpoint to start from, None if it has none. Raises UserError for a damaged one."""
-    path = os.path.join(checkpoint, RECORD)
-    if not os.path.exists(path):
+    if not os.path.exists(os.path.join(checkpoint, RECORD)):
         return None
-    return read_record(checkpoint, (read_json(path) or {}).get("stage", "a stage"))
+    return read_record(checkpoint, (load_record(checkpoint) or {}).get("stage", "a stage"))
 
 
 def steps_before(record: dict | None, data: dict) -> int:

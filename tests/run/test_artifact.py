@@ -85,7 +85,8 @@ def test_the_commit_is_that_of_this_source_and_says_if_it_was_edited(tmp_path, m
 
 @pytest.mark.parametrize(("content", "message"), [
     (None, "a not found; run 06_export.py first"),
-    ("{", "expected the record of 06_export.py, found none that can be read"),
+    ("{", "expected the record of 06_export.py, found none that this version can read"),
+    (json.dumps(valid_record(EXPORT) | {"format": 0}), "found none that this version can read"),
     (json.dumps(valid_record(GROUP)), "expected an artifact of 06_export.py, found one of 03_group.py"),
     (json.dumps(valid_record(EXPORT) | {"model": SMALL_MODEL | {"fingerprint": "cd" * 32}}),
      "expected an artifact of model models/m "),
@@ -330,7 +331,7 @@ def test_what_a_calibration_has_read_is_known_by_size_and_time(args, tmp_path, m
     text = tmp_path / "text.txt"
     text.write_text("abc")
     files.write_json(os.path.join(args.run, "calibration", "stage.json"),
-                     {"read": [{"path": str(text)} | files.stamp(str(text))]})
+                     valid_record("01_calibrate.py") | {"read": [{"path": str(text)} | files.stamp(str(text))]})
     monkeypatch.setattr(files, "STAMPS", {})
     artifact.remember_inputs(args.run)
     monkeypatch.setattr(files, "sha256", lambda path: "hashed")

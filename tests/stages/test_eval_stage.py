@@ -18,6 +18,7 @@ from common.data.rows import Sample
 from common.data.tasks import example_from_row
 from common.evaluation.compared import Settings
 from common.models.quantized_cache import Cache
+from common.run.artifact import FORMAT
 from models import byte_tokenizer, save_tiny
 from runs import copy_run, expect_error, run
 
@@ -151,7 +152,7 @@ def test_what_a_training_without_tasks_held_out_is_measured(tmp_path, tasks, tex
     for name in ("train", "tokens"):
         (tmp_path / name).mkdir()
     (tmp_path / "tokens/tokens.npy").touch()
-    record = {"arguments": {"tasks": tasks}, "heldout": "RUN/tokens"}
+    record = {"format": FORMAT, "arguments": {"tasks": tasks}, "heldout": "RUN/tokens"}
     (tmp_path / "train/stage.json").write_text(json.dumps(record))
     args = SimpleNamespace(run=str(tmp_path), text=text, chat=chat, layerwise=False)
     stage7.add_heldout(args)
