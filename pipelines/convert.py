@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import torch
 
@@ -197,67 +198,85 @@ def check_rows(text: list[str], chat: list[str], tokens: int | None) -> None:
             raise UserError(f"--text {path}: expected {tokens} tokens (--tokens), found {size} bytes")
 
 
-def run_script(script: str, *words: str, processes: int = 1) -> None:
-    """Run a stage in a process of its own. Raises SystemExit with its exit code if that is not 0."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-                "--shutdown-timeout", "600"]
-    process = subprocess.Popen([sys.executable, *(torchrun if processes > 1 else ()), script, *words])
-    # Ctrl-C reaches the stage by itself, which saves what it has; a request to end is passed on
-    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if code:
-        raise SystemExit(code if code > 0 else 128 - code)
+class Stages:
+    """Runs stages, each in a process of its own, and keeps how long they took."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    def run(self, script: str, *words: str, processes: int = 1) -> None:
+        """Run a stage to its end. Raises SystemExit with its exit code if that is not 0."""
+        began = time.perf_counter()
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+                    "--shutdown-timeout", "600"]
+        command = [sys.executable, *(torchrun if processes > 1 else ()), script, *words]
+        process = subprocess.Popen(command)
+        # Ctrl-C reaches the stage by itself, which saves what it has; a request to end is passed on
+        handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.terminate()}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        name = script.removesuffix(".py")
+        self.seconds[name] = self.seconds.get(name, 0) + time.perf_counter() - began
+        if code:
+            raise SystemExit(code if code > 0 else 128 - code)
+
+    def print_shares(self) -> None:
+        """Print each stage's share of the time."""
+        total = sum(self.seconds.values())
+        for name, seconds in self.seconds.items():
+            print(f"time    {name:15} {seconds:6.0f} s  {seconds / total:4.0%}")
 
 
-def choose(commands: Commands) -> str:
+def choose(commands: Commands, stages: Stages) -> str:
     """Merge and compare numbers of kv heads. Returns the directory of the comparison."""
     args, record = commands.args, read_record(commands.calibration, "01_calibrate.py")
     numbers = sorted(args.choose or allowed_kv_heads(record["model"]["kv_heads"]), reverse=True)
     homes = {number: os.path.join(args.run, f"kv{number}") for number in numbers}
     for number, home in homes.items():  # all of them before stage 4, which takes longer
-        run_script("03_group.py", "--run", home, *commands.group, "--kv-heads", str(number))
+        stages.run("03_group.py", "--run", home, *commands.group, "--kv-heads", str(number))
     for home in homes.values():
-        run_script("04_align.py", "--run", home, "--calibration", commands.calibration, "--merge",
+        stages.run("04_align.py", "--run", home, "--calibration", commands.calibration, "--merge",
                    "closed-form", "--refit", "output")
     source = source_model(record, os.path.dirname(commands.calibration))["path"]
-    run_script("07_eval.py", "--run", os.path.join(args.run, "choose"), "--update", "--model",
+    stages.run("07_eval.py", "--run", os.path.join(args.run, "choose"), "--update", "--model",
                f"source={source}", *(f"kv{number}={home}/merged" for number, home in homes.items()),
                "--tasks", NONE, "--text", commands.calibration, "--sequences", str(CHOOSING), *CACHES)
     return os.path.join(args.run, "choose", "eval")
 
 
-def convert(commands: Commands) -> str:
+def convert(commands: Commands, stages: Stages) -> str:
     """Convert with one number of kv heads. Returns the directory of the evaluation."""
     args, run = commands.args, ["--run", commands.args.run]
-    run_script("03_group.py", *run, *commands.group, *flag("--kv-heads", args.kv_heads))
-    run_script("04_align.py", *run, "--calibration", commands.calibration, "--merge", "closed-form",
+    stages.run("03_group.py", *run, *commands.group, *flag("--kv-heads", args.kv_heads))
+    stages.run("04_align.py", *run, "--calibration", commands.calibration, "--merge", "closed-form",
                "--refit", "attention")
-    run_script("05_prune_train.py", "--run-dir", args.run, *commands.train,
+    stages.run("05_prune_train.py", "--run-dir", args.run, *commands.train,
                processes=args.processes or max(commands.gpus, 1))
     basis = [] if args.basis == NONE else ["--cache-basis", args.basis]
-    run_script("06_export.py", *run, "--update", *basis)
-    run_script("07_eval.py", *commands.evaluate)
-    run_script("pipelines/report.py", *run)
+    stages.run("06_export.py", *run, "--update", *basis)
+    stages.run("07_eval.py", *commands.evaluate)
     return os.path.join(args.run, "eval")
 
 
 def main() -> None:
     args = parse()
-    commands = Commands(args)
+    commands, stages = Commands(args), Stages()
     if args.plan:
         sys.argv = ["plan", "--on", args.plan, "--model", args.model, *flag("--kv-heads", args.kv_heads),
                     *commands.train]
         return plan.main()
     commands.check()
     if not args.calibrated:
-        run_script("01_calibrate.py", *commands.calibrate)
-        run_script("02_similarity.py", "--run", args.run, "--energy")
-    evaluation = convert(commands) if args.choose is None else choose(commands)
+        stages.run("01_calibrate.py", *commands.calibrate)
+        stages.run("02_similarity.py", "--run", args.run, "--energy")
+    evaluation = choose(commands, stages) if args.choose is not None else convert(commands, stages)
+    if args.choose is None:
+        stages.run("pipelines/report.py", "--run", args.run)
+    stages.print_shares()
     print(read_text(os.path.join(evaluation, TABLE)), end="")
 
 

@@ -25,11 +25,12 @@ def planned(tmp_path, monkeypatch):
         monkeypatch.setattr("sys.argv", ["convert", "--run", str(home), *words])
         lines = []
 
-        def run_script(script, *given, processes=1):
-            line = shlex.join(word.replace(str(home), "RUN") for word in (script, *given))
-            lines.append(f"{processes} x {line}" if processes > 1 else line)
+        class Recorder(convert.Stages):
+            def run(self, script, *given, processes=1):
+                line = shlex.join(word.replace(str(home), "RUN") for word in (script, *given))
+                lines.append(f"{processes} x {line}" if processes > 1 else line)
 
-        monkeypatch.setattr(convert, "run_script", run_script)
+        monkeypatch.setattr(convert, "Stages", Recorder)
         monkeypatch.setattr(convert.Commands, "check", lambda _: None)
         monkeypatch.setattr(convert, "read_text", lambda path: "table")
         monkeypatch.setattr(convert, "read_record", lambda *_: {"model": {"kv_heads": 16}})
@@ -158,7 +159,7 @@ def test_convert_end_to_end_then_other_prompts_of_the_same_models(tmp_path):
     done = run(CONVERT, *words, fresh=True)
     table = (home / "eval/eval.md").read_text()
     assert "| gqa              | q4_0 " in table and "What is the capital" in table
-    assert done.stdout.endswith(table)
+    assert done.stdout.endswith(table) and "time    05_prune_train" in done.stdout
     made = times(home)
     other = run(CONVERT, *words, "--prompts", save(tmp_path / "prompts.txt", "Who?\n"), fresh=True)
     assert "Who?" in other.stdout and "What is the capital" not in other.stdout
