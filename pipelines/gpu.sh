@@ -7,6 +7,9 @@
 #   MODEL=... KV_HEADS=... bash pipelines/gpu.sh record  # pipelines.convert, and what its model can do
 #   MODEL=... KV_HEADS=... bash pipelines/gpu.sh refit   # stages 1 to 4 by tokens of calibration, and the KL
 #   bash pipelines/gpu.sh 7b              # all but training, of random weights of LLaMA2-7B's shape
+#   bash pipelines/gpu.sh 7b-layerwise    # the same, a layer in memory at a time
+#   bash pipelines/gpu.sh 7b-refit        # closed form and attention refit of 7b's calibration
+#   bash pipelines/gpu.sh 7b-train        # 50 steps with masks, of 8 layers, and what their plan expects
 #
 #   PYTHON  interpreter (python3) with torch, transformers and pytest: an image's own; nothing is downloaded
 #   OUT     logs and results.json (runs/gpu for tests, runs/gpu-PART)
@@ -31,10 +34,11 @@ DEVICE=${GPU_TESTS_ON:-cuda}
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 
 case $PART in
-  tests | 7b) ;;
+  tests | 7b | 7b-layerwise | 7b-refit | 7b-train) ;;
   record | refit) [ -n "${MODEL:-}" ] ||
     { echo "error: MODEL: expected a directory, hub name or .gguf file, found none" >&2; exit 2; } ;;
-  *) echo "error: expected tests, record, refit or 7b, found $PART" >&2; exit 2 ;;
+  *) echo "error: expected tests, record, refit, 7b, 7b-layerwise, 7b-refit or 7b-train, found $PART" >&2
+     exit 2 ;;
 esac
 for package in torch transformers pytest; do
   "$PYTHON" -c "import $package" 2> /dev/null ||
@@ -136,18 +140,53 @@ refit() {
   done
 }
 
-7b() {  # the paper's road
-  local model=$WORK/model-32 run=$WORK/7b
-  local shape="--shape 7b --device $DEVICE" text="--text demo --sequences 128 --length 2048"
-  if [[ $DEVICE == cpu ]]; then shape="--shape demo --layers 2" text="--text demo --sequences 8"; fi
-  [ -d "$model" ] || row model 120 -m bench.random_model $shape --out "$model"
+# random_7b [LAYERS]: a model in WORK, of LLaMA2-7B's 32 layers or of fewer; sets model, run and text, and
+# removes the checkpoints of other parts, since a disk may not hold them all
+random_7b() {
+  local shape="--shape 7b --device $DEVICE" layers=${1:+--layers $1} other
+  model=$WORK/model-${1:-32} run=$WORK/$PART text="--text demo --sequences 128 --length 2048"
+  if [[ $DEVICE == cpu ]]; then shape="--shape demo" layers="--layers 2" text="--text demo --sequences 8"; fi
+  for other in "$WORK"/7b*/; do
+    [[ $other -ef $run ]] || rm -rf "$other"/{aligned,merged,gqa-merged,train}
+  done
+  [ -d "$model" ] || row model 120 -m bench.random_model $shape $layers --out "$model"
+}
+
+7b() {  # the paper's road, for 7b-layerwise with that flag
+  local model run text layerwise=${1:-}
+  random_7b
+  row calibrate  "$LIMIT" 01_calibrate.py --run "$run" --model "$model" $text $layerwise
+  row similarity "$LIMIT" 02_similarity.py --run "$run"
+  row group      "$LIMIT" 03_group.py --run "$run"
+  row align      "$LIMIT" 04_align.py --run "$run" $layerwise
+  row export     "$LIMIT" 06_export.py --run "$run" --untrained --name merged
+  row evaluate   "$LIMIT" 07_eval.py --run "$run" --tasks none --text demo --sequences 8 $layerwise \
+    --model "source=$model" "gqa=$run/gqa-merged"
+}
+
+7b-layerwise() { 7b --layerwise; }
+
+7b-refit() {
+  local model run text calibration
+  random_7b
+  calibration="--calibration $WORK/7b/calibration"
+  row similarity "$LIMIT" 02_similarity.py --run "$run" $calibration --energy
+  row group      "$LIMIT" 03_group.py --run "$run" --by energy
+  row align      "$LIMIT" 04_align.py --run "$run" $calibration --merge closed-form --refit attention
+}
+
+7b-train() {  # all weights of 32 layers would need more than 80 GB
+  local model run text train plan=1xH100-80GB
+  rm -rf "$WORK"/{7b,7b-layerwise,7b-refit,model-32}  # checkpoints of a training need the disk, too
+  random_7b 8
+  train="--tasks none --text demo --masks l0-released --batch 64 --steps 62"  # four fifths of them with masks
+  if [[ $DEVICE == cpu ]]; then plan=1xCPU train+=" --text-tokens 20000 --batch 4"; fi
   row calibrate  "$LIMIT" 01_calibrate.py --run "$run" --model "$model" $text
   row similarity "$LIMIT" 02_similarity.py --run "$run"
   row group      "$LIMIT" 03_group.py --run "$run"
   row align      "$LIMIT" 04_align.py --run "$run"
-  row export     "$LIMIT" 06_export.py --run "$run" --untrained --name merged
-  row evaluate   "$LIMIT" 07_eval.py --run "$run" --tasks none --text demo --sequences 8 \
-    --model "source=$model" "gqa=$run/gqa-merged"
+  row plan       "$LIMIT" -m pipelines.plan --run "$run" --on "$plan" $train
+  row train      "$LIMIT" 05_prune_train.py --run "$run" $train
 }
 
 "$PART"

@@ -64,7 +64,8 @@ def test_a_failure_does_not_stop_the_rows_after_it(pretended):
     assert code == 1 and {row.verdict for row in rows} == {"left out"}
 
 
-@pytest.mark.parametrize("part", ["tests", "record", "refit", "7b"])
+@pytest.mark.parametrize("part", [
+    "tests", "record", "refit", "7b", "7b-layerwise", "7b-refit", "7b-train"])
 def test_every_row_has_flags_that_its_benchmark_or_stage_takes(pretended, monkeypatch, part):
     settings = {"MODEL": "demo", "KV_HEADS": 2} if part in ("record", "refit") else {}
     _, rows = pretended(part, **settings)
