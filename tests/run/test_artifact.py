@@ -330,8 +330,9 @@ def test_what_a_calibration_has_read_is_known_by_size_and_time(args, tmp_path, m
     """A large file is hashed once a run; again where its time is another."""
     text = tmp_path / "text.txt"
     text.write_text("abc")
+    read = {"read": [{"path": str(text)} | files.stamp(str(text))]}
     files.write_json(os.path.join(args.run, "calibration", "stage.json"),
-                     valid_record("01_calibrate.py") | {"read": [{"path": str(text)} | files.stamp(str(text))]})
+                     valid_record("01_calibrate.py") | read)
     monkeypatch.setattr(files, "STAMPS", {})
     artifact.remember_inputs(args.run)
     monkeypatch.setattr(files, "sha256", lambda path: "hashed")
