@@ -97,7 +97,8 @@ def load_chat_source(sources: Sources, context: DataContext, tokenizer, position
                      source: str) -> tuple[list[Sample], str]:
     """Chats of a source and their description. Raises UserError if none has an answer."""
     if is_generated(source):
-        samples = as_samples(generate(source, sources, context, chats=True))
+        rows = generated(source, context, generated_rows(sources), sources.text_length, chats=True)
+        samples = as_samples(rows)
         if not samples:
             raise UserError(f"--chat {source}: expected answers within --text-length {sources.text_length} "
                             "tokens, found none")
@@ -111,8 +112,13 @@ def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples
     """The texts, memory-mapped from RUN/tokens/, where the first rank writes their tokens unless it has."""
     prefix, length = bos_prefix(tokenizer), sources.text_length
     stored = length - len(prefix)  # of a sample's tokens in the file
-    texts = [generate(source, sources, context, len(prefix)) if is_generated(source) else source
-             for source in sources.text]
+    texts = []
+    for source in sources.text:
+        if is_generated(source):
+            rows = generated(source, context, generated_rows(sources, len(prefix)), length)
+            texts.append(np.ascontiguousarray(rows[:, len(prefix) :]))
+        else:
+            texts.append(source)
 
     def write(directory: str) -> str:
         path = os.path.join(directory, TOKENS)
@@ -126,13 +132,6 @@ def load_texts(sources: Sources, context: DataContext, tokenizer) -> TextSamples
     begin = f", {printable(tokenizer.bos_token)} first" if prefix else ""
     context.ranks.say(f"reads   {' '.join(sources.text)}: {len(samples)} samples of {length} tokens{begin}")
     return samples
-
-
-def generate(source: str, sources: Sources, context: DataContext, begin=0, chats=False) -> np.ndarray:
-    """Text or chats by the model: generated_rows without the first `begin` tokens of each."""
-    rows = generated_rows(sources, begin)
-    tokens = generated(source, context, rows, sources.text_length, chats=chats)
-    return np.ascontiguousarray(tokens[:, begin:])
 
 
 def generated_rows(sources: Sources, begin=0) -> int:
