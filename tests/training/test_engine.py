@@ -184,7 +184,6 @@ def test_a_signal_in_a_step_waits_for_its_end_and_elsewhere_interrupts(number):
     with joined_ranks():
         with engine.signals_noted() as noted:
             signal.raise_signal(number)
-            assert noted.is_set()
             noted.clear()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
