@@ -134,6 +134,20 @@ def test_the_host_reads_no_number_before_a_step_is_queued(group_of_one, tmp_path
     assert norms and reads and reads[0] > norms[-1]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_in_a_step_waits_for_its_end_and_elsewhere_interrupts(number):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may run the tests
+    with joined_ranks():
+        with engine.signals_noted() as noted:
+            signal.raise_signal(number)
+            noted.clear()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt), engine.signals_noted():  # after the last step it is passed on
+            signal.raise_signal(number)
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_learning_rate_warms_up_and_falls_along_a_cosine():
     schedule = schedule_of(100, warmup=10)
     shares = [schedule.rate(step) for step in range(101)]
@@ -178,18 +192,6 @@ def test_masks_may_change_alone(group_of_one, tmp_path):
     assert step.metrics["grad_norm"] == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_in_a_step_waits_for_its_end_and_elsewhere_interrupts(number):
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may run the tests
-    with joined_ranks():
-        with engine.signals_noted() as noted:
-            signal.raise_signal(number)
-            noted.clear()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
-        with pytest.raises(KeyboardInterrupt), engine.signals_noted():  # after the last step it is passed on
-            signal.raise_signal(number)
-    signal.signal(signal.SIGHUP, before)
 
 
 def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):
