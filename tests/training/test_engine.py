@@ -192,8 +192,6 @@ def test_masks_may_change_alone(group_of_one, tmp_path):
     assert step.metrics["grad_norm"] == 0
 
 
-
-
 def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):
     """A kill between two checkpoints leaves lines of steps that are trained again."""
     path = Path(job.directory, METRICS)
