@@ -20,7 +20,7 @@ from common.data.text import TOKEN, TOKENS, TooShort, packed_rows
 from common.models.equivalence import COMPARED, compare
 from common.models.head import head_of
 from common.models.load import bos_prefix, load_config
-from common.run.artifact import find_part, load_record, resolved, write_directory, write_record
+from common.run.artifact import load_record, resolved
 from common.run.errors import UserError
 from common.run.files import write_text
 from common.training.checkpoints import of_first_rank
@@ -126,17 +126,15 @@ def keep_unmeasured(texts: list[Sample], chats: list[Sample], context: DataConte
     """
     if not texts and not chats:
         return None
-    key = samples_digest([*texts, *chats])
-    path, made_by = os.path.join(context.run, "tokens", f"held-out-{key[:16]}"), {"key": key}
-    with context.writing_tokens():
-        if context.ranks.first and find_part(path, made_by) is None:
-            with write_directory(path) as aside:
-                if texts:
-                    np.save(os.path.join(aside, TOKENS), np.array([text.prompt for text in texts], TOKEN))
-                if chats:
-                    write_text(os.path.join(aside, CHAT_TOKENS), token_lines(chats))
-                write_record(aside, made_by)
-    return path
+
+    def write(directory: str) -> str:
+        if texts:
+            np.save(os.path.join(directory, TOKENS), np.array([text.prompt for text in texts], TOKEN))
+        if chats:
+            write_text(os.path.join(directory, CHAT_TOKENS), token_lines(chats))
+        return f"{len(texts)} texts and {len(chats)} chats held out for stage 7"
+
+    return context.stored("held-out-", [samples_digest([*texts, *chats])], write)[0]
 
 
 def heldout_texts(sources: Sources, context: DataContext) -> list[Sample]:
