@@ -10,7 +10,7 @@ from dataclasses import asdict
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from common.models import hub
@@ -25,6 +25,7 @@ from common.models.weights import (
 )
 from common.run.artifact import remember_inputs
 from common.run.errors import UserError
+from common.run.files import read_json, write_json
 from common.run.flags import suggest
 
 logging.set_verbosity_error()  # the stages print what they load
@@ -33,6 +34,7 @@ logging.disable_progress_bar()
 WEIGHT_SHARE = 0.7  # of a GPU's free memory; the rest is for the cache and the logits of a batch
 # hub names of the models in the paper's experiments
 PUBLISHED_MODELS = ("meta-llama/Llama-2-7b-hf", "princeton-nlp/Sheared-LLaMA-1.3B")
+TOKENIZER_CONFIG, AUTO_MAP = "tokenizer_config.json", "auto_map"  # its key for code of the checkpoint's own
 
 
 def local_model(name: str) -> str:
@@ -73,8 +75,9 @@ def is_hub_name(name: str) -> bool:
 
 def load_config(path: str):
     """The config in a checkpoint directory or file. Raises UserError if it cannot be read."""
+    options = {"output_attentions": False, "return_dict": True}  # of all models, whatever a config says
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as error:  # the exception class depends on the damage
         raise UserError(f"{path}: expected a model config, found none that transformers can read: "
                         f"{error}") from error
@@ -230,16 +233,23 @@ def check_loaded(path: str, report: dict) -> None:
 
 
 def load_tokenizer(path: str, bos: bool | None = None):
-    """The tokenizer of a checkpoint.
+    """The tokenizer of a checkpoint; one with code of its own is what its tokenizer.json says.
 
     bos: whether texts and prompts begin with its begin-of-sequence token, kept for bos_prefix.
-    Raises UserError if it cannot be loaded, unless its ids fit the model's vocabulary, and unless it has an
+    Raises UserError if it has only code, unless its ids fit the model's vocabulary, and unless it has an
     end-of-sequence token.
     """
+    names, settings = tokenizer_files(path), tokenizer_settings(path)
+    if "tokenizer.json" not in names and AUTO_MAP in settings:
+        raise UserError(f"{path}: expected a tokenizer.json, found a tokenizer_config.json that names code "
+                        f"({AUTO_MAP}), which is never run")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if AUTO_MAP in settings:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each tokenizer backend raises its own class
-        reason, names = first_line(error), tokenizer_files(path)
+        reason = first_line(error)
         if "tokenizer.model" in names and "tokenizer.json" not in names:
             reason = "expected the packages that read tokenizer.model; pip install sentencepiece protobuf"
         raise UserError(f"{path}: cannot load a tokenizer: {reason}") from error
@@ -278,13 +288,26 @@ def end_tokens(tokenizer, *listed) -> list[int]:
 
 
 def save_tokenizer(path: str, directory: str) -> None:
-    """Copy the files of a checkpoint's tokenizer to another directory, byte for byte."""
+    """Copy the files of a checkpoint's tokenizer to another directory, byte for byte.
+
+    But for the name of code of its own, which is not copied: the copy is what load_tokenizer makes of it.
+    """
     if os.path.realpath(path) == os.path.realpath(directory):
         return
     for name in tokenizer_files(path):
         target = os.path.join(directory, name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
         shutil.copyfile(os.path.join(path, name), target)
+    settings = tokenizer_settings(path)
+    if AUTO_MAP in settings:
+        del settings[AUTO_MAP]
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # as older releases know it, too
+        write_json(os.path.join(directory, TOKENIZER_CONFIG), settings)
+
+
+def tokenizer_settings(path: str) -> dict:
+    """What is in a checkpoint's tokenizer_config.json; {} if it has none that can be read."""
+    return read_json(os.path.join(path, TOKENIZER_CONFIG)) or {}
 
 
 def weight_dtype(name: str, config) -> torch.dtype:

@@ -38,6 +38,8 @@ def explanation(error: BaseException) -> str | None:
         return f"{text.partition(' GPU ')[0]} {LESS_MEMORY}"  # the rest is advice on the allocator
     if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text:
         return f"out of memory: {text.partition('DefaultCPUAllocator: ')[2]}. {LESS_MEMORY}"
+    if type(error).__name__ == "PanicException":  # of a library in Rust, as of tokenizers
+        return f"a library failed on this model or text: {text}"
     return None
 
 

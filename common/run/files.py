@@ -15,6 +15,8 @@ from common.run.errors import UserError
 STAMPS: dict[str, dict] = {}  # absolute path -> the last stamp
 UNFINISHED = ".unfinished"  # at the end of the name of what is being written
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems without flock
+# of file systems without permissions, or that flush files by themselves, as mounted object stores
+NOT_OFFERED = (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def sha256(path: str) -> str:
@@ -117,15 +119,25 @@ def flush(directory: str) -> None:
     """Flush the files of a directory to disk, with the umask's permissions: safetensors writes with 0600."""
     permissions = os.stat(directory).st_mode & 0o666
     for name in files_in(directory):
-        with contextlib.suppress(OSError):  # of a file system without permissions
+        with _if_offered():
             os.chmod(os.path.join(directory, name), permissions)
         sync(os.path.join(directory, name))
 
 
 def sync(path: str) -> None:
     """Flush a file to disk."""
-    with open(path, "rb") as file:
+    with open(path, "rb") as file, _if_offered():
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _if_offered():
+    """Context manager: what the file system does not offer is left out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NOT_OFFERED:
+            raise
 
 
 def free_name(path: str, kind: str = "old") -> str:
@@ -162,7 +174,8 @@ def locked(directory: str, name: str):
                 raise
             print(f"warning: {directory}: its file system has no locks: nothing stops a second {name} there",
                   file=sys.stderr)
-        if not os.path.exists(path):  # its holder has removed it meanwhile
+        same = os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        if not same:  # its holder has removed it meanwhile
             raise UserError(f"{directory}: expected no {name} running there, found one that was ending")
         file.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)

@@ -19,7 +19,7 @@ from common.models.load import describe, load_config, load_model, load_tokenizer
 from common.models.weights import fingerprint, open_checkpoint, weight_files
 from common.run import artifact
 from common.run.errors import UserError
-from common.run.files import files_in
+from common.run.files import files_in, read_json
 from models import byte_tokenizer, save_tiny, tiny_model
 
 WEIGHTS, INDEX, PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -40,10 +40,10 @@ def checkpoints(tmp_path_factory) -> Path:
     return home
 
 
-def test_the_attention_function_of_a_config_is_overruled(tmp_path):
+def test_settings_of_outputs_and_attention_are_overruled(tmp_path):
     """Layer by layer no mask is passed, which is causal for sdpa alone."""
     path, tokens = save_tiny(tmp_path / "model"), torch.arange(40)[None] % 26
-    edit_config(tmp_path / "model", _attn_implementation="flash_attention_2")
+    edit_config(tmp_path / "model", output_attentions=True, _attn_implementation="flash_attention_2")
     expected = tiny_model()(tokens).logits[0]
     for layerwise in (False, True):
         (logits,) = Layers(path, torch.float32, "cpu", layerwise).logits(tokens)
@@ -241,6 +241,24 @@ def test_a_tokenizer_is_copied_byte_for_byte(copy, tmp_path):
         assert (target / name).read_bytes() == (source / name).read_bytes(), name
 
 
+def test_the_name_of_a_tokenizers_own_code_stays_behind(copy, tmp_path):
+    """A tokenizer.json does without the code, which is not copied; without one the model is refused."""
+    source, target = copy("whole"), tmp_path / "target"
+    target.mkdir()
+    edit_config(source, "tokenizer_config.json", tokenizer_class="OwnTokenizer")
+    settings = read_json(str(source / "tokenizer_config.json"))
+    edit_config(source, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
+    models.save_tokenizer(str(source), str(target))
+    expected = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    assert read_json(str(target / "tokenizer_config.json")) == expected
+    shutil.copy(source / "config.json", target)
+    for path in (source, target):
+        assert load_tokenizer(str(path))("a b é").input_ids == byte_tokenizer()("a b é").input_ids
+    (source / "tokenizer.json").unlink()
+    message = refusal(load_tokenizer, str(source))
+    assert f"{source}: expected a tokenizer.json" in message and "names code (auto_map)" in message
+
+
 def without_end(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(path)
 
@@ -250,8 +268,6 @@ def without_end(path: Path) -> None:
      "expected token ids below the model's vocab_size 256, found 256 in the tokenizer"),
     (without_end, "end-of-sequence token, found none"),
     (lambda path: (path / "tokenizer.json").write_text("{"), "cannot load a tokenizer"),
-    (lambda path: edit_config(path, "tokenizer_config.json", tokenizer_class="Own",
-                              auto_map={"AutoTokenizer": ["own.Own", None]}), "custom code"),
 ])
 def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy, damage, message):
     path = copy("whole")
