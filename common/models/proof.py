@@ -11,7 +11,7 @@ import contextlib
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from common.method.merge import Merge
@@ -29,6 +29,7 @@ from common.models.families import (
     head_parameters,
     is_fused,
     norm_kind,
+    output_projection,
     outside,
     watch_heads,
 )
@@ -46,10 +47,14 @@ from common.models.weights import first_line
 from common.run.errors import UserError
 
 TOLERANCE = 1e-4  # of the size of outputs: norms and RoPE are float32, and norms add a small number
+TURNS = 1e-5  # of a rotation by RoPE, which is float32
 LARGE = 2.0**14  # of a channel: clipping shows
 TOKENS = 24  # of a text to prove with: some lie outside of a short window
 # of an attention layer; what else one has is named where it is refused
 PARTS = "q_proj", "k_proj", "v_proj", "qkv_proj", *OUTPUTS, "q_norm", "k_norm"
+KNOWN = {  # options of attention functions: those that packed rows and generation know, and what sets none
+    "dropout", "scaling", "sliding_window", "softcap", "s_aux",
+    "position_ids", "use_cache", "past_key_values", "cache_position", "position_embeddings"}
 CALLED = {"attention_mask", "position_ids", "cache_position"}  # tensors that decoder layers are called with
 
 
@@ -59,7 +64,7 @@ class Refused(Exception):
 
 def record_heads(module, query, key, value, attention_mask, **options):
     """An attention function that ends the forward pass."""
-    raise Reached(query, key, value)
+    raise Reached(query, key, value, options)
 
 
 def by_token(module, query, key, value, attention_mask, **options):
@@ -80,7 +85,7 @@ def layer_pairs(config) -> list[RopePairs]:
     """The RopePairs of each layer of a config's model. Raises UserError if they cannot be found."""
     skeleton = empty_model("", config, torch.float32)
     with refusals(f"{type(skeleton).__name__} cannot be taken apart"):
-        return [pairs for pairs, _ in find_pairs(skeleton)]
+        return [pairs for pairs, *_ in find_pairs(skeleton)]
 
 
 def attach_pairs(model) -> None:
@@ -95,13 +100,12 @@ def has_plain_pairs(config) -> bool:
 
 
 def find_pairs(model):
-    """Yield the RopePairs of each layer of a model on the meta device and its window (models/forward.py).
+    """Yield the RopePairs of each layer of a model on the meta device, its window (models/forward.py) and its
+    attention function's options.
 
-    Raises Refused unless RoPE turns pairs of channels. Whether all heads' are those, and the queries', is for
-    the proof to find out.
+    Raises Refused unless RoPE turns pairs of channels, those of all heads alike.
     """
-    with refused("its layers are not all of one shape", show=False):
-        size = geometry(model.config).head_dim
+    size = geometry(model.config).head_dim
     units = LARGE * torch.eye(size)[:, None].expand(-1, 2, -1)  # sequence c: channel c alone, twice
     with refused("its decoder is not called as expected"), attending(model, "recorded"):
         arguments = layer_arguments(model, units)
@@ -109,15 +113,18 @@ def find_pairs(model):
         strange = [name for name, value in named.items() if torch.is_tensor(value) and name not in CALLED]
         if strange:
             raise Refused(f"its layers read what is not known here ({strange[0]})")
-        keys = record_keys(model, layer, units, args, named)
-        yield pairs_of(keys[:, 0].permute(1, 2, 0).double()), window_of(named)
+        query, key, options = record_attention(model, layer, units, args, named)
+        pairs = pairs_of(*(heads[:, 0].permute(1, 2, 0).double() for heads in (query, key)))
+        yield pairs, window_of(named), options
 
 
-def stand_ins(attention, units: torch.Tensor) -> dict:
-    """Module -> a function in its place: projections put out `units` [d, 2, d] for every head, norms leave
-    heads as they are. Norms raise Refused if RoPE has turned the heads.
+def record_attention(model, layer, units: torch.Tensor, args: tuple, named: dict) -> tuple:
+    """What attention reads, query and key [d, heads, 2, d] and options, where every head that the projections
+    put out is `units` [d, 2, d]. args, named: of the layer. Raises Refused unless heads are treated alike.
     """
-    shape = geometry(attention.config)
+    attention, shape, normalized = layer.self_attn, geometry(model.config), []
+    extra = [name for name, _ in attention.named_children() if name not in PARTS]
+    claim = f"its attention is not of queries, keys and values alone: it has {', '.join(extra)}"
     given = {letter: units.repeat(1, 1, heads)
              for letter, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads))}
     if is_fused(attention):
@@ -125,74 +132,84 @@ def stand_ins(attention, units: torch.Tensor) -> dict:
     else:
         functions = {attention.get_submodule(f"{letter}_proj"): lambda *_, rows=rows: rows
                      for letter, rows in given.items()}
-
-    def leave(heads: torch.Tensor) -> torch.Tensor:
-        before = heads.reshape(len(units), -1, len(units))
-        if not torch.equal(before, units[:, :1].expand_as(before)):
-            raise Refused("its keys are normalized behind RoPE")
-        return heads
-
-    norms = (module for name, module in attention.named_children() if name in ("q_norm", "k_norm"))
-    return functions | dict.fromkeys(norms, leave)
-
-
-def record_keys(model, layer, units: torch.Tensor, args: tuple, named: dict) -> torch.Tensor:
-    """The keys [d, heads, 2, d] that attention reads of stand_ins' heads. args, named: of the layer.
-
-    Raises Refused unless there are as many heads as expected, with values as they were.
-    """
-    attention, shape = layer.self_attn, geometry(model.config)
-    extra = [name for name, _ in attention.named_children() if name not in PARTS]
-    claim = f"its attention is not of queries, keys and values alone: it has {', '.join(extra)}"
+    functions |= {module: lambda heads: normalized.append(heads) or heads
+                  for name, module in attention.named_children() if name in ("q_norm", "k_norm")}
     hidden = torch.zeros(*units.shape[:2], shape.hidden, device="meta")
     with refused(claim if extra else "its attention is not called as expected", show=not extra):
-        with attending(model, "recorded"), replaced(stand_ins(attention, units)):
+        with attending(model, "recorded"), replaced(functions):
             with refused("its layers do more than normalize before their attention", show=False):
                 args, named = attention_arguments(layer, hidden, args, named)
             try:
                 attention(*args, **named)
             except Reached as reached:
-                states = reached.args
+                query, key, value, options = reached.args
             else:
                 raise Refused("its attention does not go through transformers' attention functions")
-        check_heads(states, (shape.heads, shape.kv_heads, shape.kv_heads), units)
-    return states[1]
+        check_norms(attention, normalized, units)
+        check_heads((query, key, value), (shape.heads, shape.kv_heads, shape.kv_heads), units)
+    return query, key, options
+
+
+def check_norms(attention, normalized: list[torch.Tensor], units: torch.Tensor) -> None:
+    """Raise Refused unless norms of queries and keys have read the units, and heads share their weights."""
+    for name in ("q_norm", "k_norm"):
+        weight = getattr(getattr(attention, name, None), "weight", None)
+        if weight is not None and weight.ndim > 1:
+            raise Refused("its norms of queries and keys are of no kind that is known here: each head has "
+                          f"its own weights ({name}: {list(weight.shape)})")
+    for heads in normalized:
+        before = heads.reshape(len(units), -1, len(units))
+        if not torch.equal(before, units[:, :1].expand_as(before)):
+            raise Refused("its keys are normalized behind RoPE")
 
 
 def check_heads(states: tuple, numbers: tuple, units: torch.Tensor) -> None:
-    """Raise Refused unless queries, keys and values are so many heads, and values the units themselves."""
+    """Raise Refused unless queries, keys and values are so many heads, rotated alike, values not at all."""
     for heads, number in zip(states, numbers, strict=True):
         expected = [len(units), number, *units.shape[1:]]
         if list(heads.shape) != expected:
             raise Refused(f"its attention reads heads of shape {list(heads.shape[1:])}, not {expected[1:]}")
-    if not torch.equal(states[2], units[:, None].expand_as(states[2])):
+        if not torch.equal(heads, heads[:, :1].expand_as(heads)):
+            raise Refused("its heads are not all rotated alike")
+    if not torch.equal(states[2][:, 0], units):
         raise Refused("its values are not those of v_proj")
 
 
-def pairs_of(key: torch.Tensor) -> RopePairs:
-    """The RopePairs from what RoPE multiplies keys by at the positions 0 and 1: [2, d, d].
+def pairs_of(query: torch.Tensor, key: torch.Tensor) -> RopePairs:
+    """The RopePairs from what RoPE multiplies queries and keys by at the positions 0 and 1: each [2, d, d].
 
     Raises Refused unless it turns pairs of channels.
     """
-    size = key.shape[-1]
+    size, refused = key.shape[-1], Refused("its keys are not rotated in pairs")
     scale = key[0].amax(0)  # of each channel
     start = key[0] / scale
+    if not torch.equal(start @ start.T, torch.eye(size).double()):
+        raise refused
+    for position in range(2):  # a query may be scaled, by its position, too
+        ratio = (query[position] * key[position]).sum() / key[position].square().sum()
+        difference = (query[position] - ratio * key[position]).abs().max() / scale.max()
+        if not ratio > 0 or difference > TURNS * ratio:
+            raise Refused("its queries are not rotated as its keys are")
     turn = start.T @ key[1] / scale
     first, second = (turn.triu(1) + turn.tril(-1)).clamp(max=0).nonzero(as_tuple=True)  # -sin, sin across
     angles = torch.atan2(turn[second, first], turn[first, first])
     rest = [channel for channel in range(size) if channel not in {*first.tolist(), *second.tolist()}]
-    permuted = torch.equal(start @ start.T, torch.eye(size).double())
-    if not permuted or len(rest) % 2 or 2 * len(first) + len(rest) != size:
-        raise Refused("its keys are not rotated in pairs")
+    if len(rest) % 2 or 2 * len(first) + len(rest) != size:
+        raise refused
     half = len(rest) // 2
     rest = torch.tensor(rest, dtype=torch.int64)
-    first, second = torch.cat((first, rest[:half])), torch.cat((second, rest[half:]))
-    order = torch.cat((first, second))
+    order = torch.cat((first, rest[:half], second, rest[half:]))
     angles = torch.cat((angles, angles.new_zeros(half)))
+    expected = torch.eye(size).double()
+    firsts, seconds = order.chunk(2)
+    expected[firsts, firsts] = expected[seconds, seconds] = angles.cos()
+    expected[firsts, seconds], expected[seconds, firsts] = -angles.sin(), angles.sin()
+    if (turn - expected).abs().max() > TURNS or not torch.equal(scale[firsts], scale[seconds]):
+        raise refused
     behind = start.argmax(0)[order]  # the channel that each becomes
     plain = torch.arange(size)
     order, behind = (None if torch.equal(found, plain) else found for found in (order, behind))
-    scale = None if scale.min() == scale.max() else scale[first] / scale.max()
+    scale = None if scale.min() == scale.max() else scale[firsts] / scale.max()
     return RopePairs(order, behind, angles, scale)
 
 
@@ -207,9 +224,13 @@ def require_convertible(path: str, config) -> str:
         raise UserError(f"{path}: expected floating-point weights, found a checkpoint quantized by {method}; "
                         "dequantize it first: model.dequantize(), or dequantize=True in from_pretrained's "
                         "quantization_config, then save_pretrained(..., save_original_format=False)")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UserError(f"{path}: expected causal attention, found use_bidirectional_attention")
     model = empty_model(path, config, torch.float64)
     with refusals(f"{path}: {type(model).__name__} cannot be converted"):
         kinds, shape = watch_layers(model), geometry(config)
+        if shape.heads % shape.kv_heads:
+            raise Refused(f"its {shape.heads} heads cannot share {shape.kv_heads} key/value heads evenly")
         if shape.kv_heads < 2:
             raise Refused(f"it has {shape.kv_heads} key/value head: nothing to merge")
         prove_head(model)
@@ -252,6 +273,8 @@ def require_parts(model) -> None:
     decoder = getattr(model, "model", None)
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(model, "lm_head"):
         raise Refused("it is not a decoder (model.layers, lm_head)")
+    if hasattr(model.config, "text_config"):
+        raise Refused("its config is of several models (text_config)")
     for layer in decoder.layers:
         attention = getattr(layer, "self_attn", None)
         if attention is None:
@@ -261,6 +284,9 @@ def require_parts(model) -> None:
                 raise Refused(f"its attention has no {name}")
         if not any(hasattr(attention, name) for name in OUTPUTS):
             raise Refused(f"its attention has no {OUTPUTS[0]}")
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise Refused(f"it has a weight without dimensions ({name}), which no ranks can share")
     for name in outside(model):
         if len([*model.get_submodule(name).children()]) or name.count(".") > 1:
             raise Refused(f"it is more than decoder layers, an embedding, a norm and a head ({name})")
@@ -272,10 +298,25 @@ def watch_layers(model) -> list:
     Raises Refused for a model whose layers cannot be watched.
     """
     require_parts(model)
-    kinds = {}
-    for layer, (pairs, window) in zip(model.model.layers, find_pairs(model), strict=True):
-        attention = layer.self_attn
+    with refused("its layers are not all of one shape", show=False):
+        geometry(model.config)
+        caches = DynamicCache(config=model.config).layers
+    kinds, heads, layers = {}, geometry(model.config).heads, model.model.layers
+    for layer, cache, (pairs, window, options) in zip(layers, caches, find_pairs(model), strict=True):
+        attention, kept = layer.self_attn, getattr(cache, "sliding_window", None)
         attention.rope_pairs, attention.window = pairs, window
+        rows = output_projection(attention).in_features
+        if rows != heads * attention.head_dim:
+            raise Refused(f"one of its layers has {rows // attention.head_dim} query heads, others {heads}")
+        unknown = [name for name, value in options.items()
+                   if name not in KNOWN and value is not None and value is not False]
+        if unknown:
+            raise Refused(f"its attention has an option that is not known here ({unknown[0]})")
+        if window is not None and window < 2:
+            raise Refused(f"its sliding_window is {window}; transformers cannot cache fewer than 2 tokens")
+        if kept is not None and kept < (window or model.config.max_position_embeddings):
+            raise Refused(f"transformers' cache keeps {kept} tokens by its config (sliding_window, "
+                          "layer_types), but its attention reads more")
         shapes = tuple((name, *parameter.shape) for name, parameter in attention.named_parameters())
         kinds.setdefault((tuple(pairs.angles.tolist()), window, shapes), layer)
     return [*kinds.values()]

@@ -6,6 +6,7 @@ and programs built on them read are added where the source has only the newer on
 """
 
 import json
+import math
 import os
 import shutil
 
@@ -13,6 +14,12 @@ from common.models.load import save_tokenizer
 from common.run.files import read_json
 
 GENERATION = "generation_config.json"
+SCALED_LAYERS = "full_attention"  # of PER_LAYER's models, whose older releases scale the RoPE of these alone
+PER_LAYER = ("gemma3_text", "olmo3")
+COUNTED = {  # in transformers 4, their rope_scaling must have "type" and these keys, and no other
+    "phi3": ["long_factor", "short_factor"], "olmo": ["factor"], "olmo2": ["factor"],
+}
+ORIGINAL = "original_max_position_embeddings"
 
 
 def write(directory: str, config, source: str) -> None:
@@ -54,18 +61,41 @@ def write_settings(directory: str, settings: dict) -> None:
 def older_keys(settings: dict) -> dict:
     """The keys in which transformers 4 and programs built on it read what rope_parameters and dtype say.
 
-    This release reads the same RoPE from a config with both. Configs with a RoPE for each kind of layer get
-    none.
+    This release reads the same RoPE from a config with both. What a class of transformers 4 cannot express
+    stays in rope_scaling, so that the class refuses it: without it, it would compute another function.
     """
-    older = {"torch_dtype": settings["dtype"]} if settings.get("dtype") else {}
-    rope = dict(settings.get("rope_parameters") or {})
-    if "rope_theta" not in rope:
+    older, parameters, model = {}, settings.get("rope_parameters") or {}, settings.get("model_type")
+    if settings.get("dtype"):
+        older["torch_dtype"] = settings["dtype"]
+    per_layer, rope = SCALED_LAYERS in parameters, dict(parameters.get(SCALED_LAYERS) or parameters)
+    if "rope_theta" in rope:
+        older["rope_theta"] = rope.pop("rope_theta")
+    if "rope_theta" not in older or per_layer and model not in PER_LAYER:
         return older
-    older["rope_theta"] = rope.pop("rope_theta")
-    if "partial_rotary_factor" in rope:
+    sliding = parameters.get("sliding_attention") or {}
+    if model == "gemma3_text" and "rope_theta" in sliding:
+        older["rope_local_base_freq"] = sliding["rope_theta"]
+    if "partial_rotary_factor" in rope and not per_layer:
         older["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-    older["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    kind, implied = rope.get("rope_type", rope.get("type", "default")), {"rope_type", "type"}
+    original, longest = settings.get(ORIGINAL, rope.get(ORIGINAL)), settings.get("max_position_embeddings")
+    if kind == "longrope" and original and longest:
+        older[ORIGINAL], ratio = original, longest / original
+        factor = rope.get("attention_factor") or attention_factor(rope.get("factor") or ratio, original)
+        if math.isclose(factor, attention_factor(ratio, original)):  # transformers 4 takes no other ratio
+            implied |= {ORIGINAL, "attention_factor", "factor"}
+        else:
+            rope["attention_factor"] = factor
+    if sorted(rope.keys() - implied) == COUNTED.get(model):
+        rope = {"type": kind} | {name: rope[name] for name in COUNTED[model]}
+    if kind != "default" or not per_layer:
+        older["rope_scaling"] = rope if kind != "default" else None
     return older
+
+
+def attention_factor(ratio: float, original: int) -> float:
+    """LongRoPE's factor of cosines and sines, for `ratio` times as many positions as the original ones."""
+    return math.sqrt(1 + math.log(max(ratio, 1)) / math.log(original))
 
 
 def loadable_by_older_releases(directory: str) -> None:

@@ -7,6 +7,7 @@ from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from bench.families import small_config
 from common.method.rope import to_complex
 from common.models import proof
 from common.models.families import in_order, rope_frequencies
@@ -70,6 +71,7 @@ def test_layers_that_differ_by_their_window_alone_are_proven_each(name):
     model = empty_model("", tiny_model(**FAMILIES[name]).config, torch.float64)
     kinds = [layer.self_attn.window for layer in proof.watch_layers(model)]
     expected = [None, None, 12] if name == "qwen2, GQA" else [12, None, 12]
+    proof.require_convertible("DIR", small_config("exaone_moe", sliding_window=4096))  # beyond its positions
     assert sorted(kinds, key=str) == [12, None] and windows(model.config) == expected
 
 
@@ -104,13 +106,18 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, 
     ({"model_type": "nanochat"}, "its keys are normalized behind RoPE"),
     ({"model_type": "llama4_text", "head_dim": 8}, "its mask is neither causal nor a sliding window"),
     ({"model_type": "laguna", "head_dim": 8, "num_attention_heads_per_layer": [8, 16]},
-     "its attention is not computed as expected"),
+     "one of its layers has 16 query heads, others 8"),
+    ({"sliding_window": 12, "layer_types": ["sliding_attention"] * 2},
+     "transformers' cache keeps 12 tokens by its config (sliding_window, layer_types), but its attention"),
     ({"model_type": "falcon_h1", "head_dim": 8}, "its layers do more than normalize before their attention"),
+    ({"model_type": "cohere", "use_qk_norm": True},
+     "its norms of queries and keys are of no kind that is known here: each head has its own weights (q_"),
     ({"model_type": "olmo", "clip_qkv": 8.0}, "its values are not those of v_proj"),
-    ({"model_type": "gemma", "use_bidirectional_attention": True}, "its attention is another one in gen"),
+    ({"model_type": "gemma", "use_bidirectional_attention": True}, "expected causal attention"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized by fp8; dequantize it first: "),
     ({"num_key_value_heads": 1}, "it has 1 key/value head: nothing to merge"),
-    ({"num_key_value_heads": 3}, "(Number of heads in key and value must divide the number of heads in"),
+    ({"num_key_value_heads": 3}, "its 8 heads cannot share 3 key/value heads evenly"),
+    ({"model_type": "mistral", "sliding_window": 1}, "its sliding_window is 1; transformers cannot cache"),
 ])
 def test_a_class_is_refused_for_what_is_in_the_way(changes, reason):
     message = refusal(**changes)
@@ -127,17 +134,19 @@ def changed_rotation(monkeypatch, change) -> str:
 
 def test_a_rotation_that_is_none_of_pairs_is_refused(monkeypatch):
     mixed = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0))).Q
-    reason = changed_rotation(monkeypatch, lambda q, k: (q @ mixed, k @ mixed))
-    assert "its keys are not rotated in pairs" in reason
+    stretch = torch.linspace(1, 2, 8)
+    for change in (lambda q, k: (q @ mixed, k @ mixed), lambda q, k: (q * stretch, k * stretch)):
+        assert "its keys are not rotated in pairs" in changed_rotation(monkeypatch, change)
+        monkeypatch.undo()
 
 
-@pytest.mark.parametrize("change", [
-    lambda q, k: (q * torch.linspace(1, 2, 8), k * torch.linspace(1, 2, 8)),
-    lambda q, k: (q.flip(-1), k),
-    lambda q, k: (q, k * torch.tensor([1.0, -1.0]).repeat(4).view(1, 8, 1, 1)),
-], ids=["the channels of a pair", "queries", "every second head"])
-def test_what_turns_otherwise_than_keys_in_pairs_is_refused(monkeypatch, change):
-    assert "its attention is another one when heads are rotated" in changed_rotation(monkeypatch, change)
+def test_queries_that_turn_otherwise_and_heads_that_differ_are_refused(monkeypatch):
+    stretch = torch.tensor([1.0, 2.0, 2.0, 2.0]).repeat(2)
+    for change in (lambda q, k: (q.flip(-1), k), lambda q, k: (q, k * stretch)):
+        assert "its queries are not rotated as its keys are" in changed_rotation(monkeypatch, change)
+        monkeypatch.undo()
+    sign = torch.tensor([1.0, -1.0]).repeat(4).view(1, 8, 1, 1)
+    assert "its heads are not all rotated alike" in changed_rotation(monkeypatch, lambda q, k: (q, k * sign))
 
 
 def test_query_heads_that_read_other_keys_than_stock_ones_are_refused(monkeypatch):

@@ -1,6 +1,7 @@
 """The files beside a checkpoint's weights: what the source wrote, and what older programs read."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -13,10 +14,15 @@ from models import byte_tokenizer, save_tiny, tiny_model
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
-DEFAULT = {"rope_type": "default"}
+LINEAR, DEFAULT = {"rope_type": "linear", "factor": 8.0}, {"rope_type": "default"}
 THETA, HALF = {"rope_theta": 700.0}, {"partial_rotary_factor": 0.5}
 OLMO3 = {"sliding_attention": DEFAULT | THETA, "full_attention": YARN | THETA}
+GEMMA3 = {"sliding_attention": DEFAULT | {"rope_theta": 90.0}, "full_attention": LINEAR | THETA}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+ORIGINAL = {"original_max_position_embeddings": 16}  # a sixteenth of the tiny models' positions
+FACTORS = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [2.0, 2.1, 2.2]}
+LONGROPE = FACTORS | ORIGINAL | {"rope_type": "longrope"}
+PHI3 = ORIGINAL | {"model_type": "phi3", "head_dim": 6}
 
 
 def settings_of(directory) -> dict:
@@ -50,15 +56,21 @@ def test_the_config_is_the_sources_but_for_the_heads(tmp_path):
 @pytest.mark.parametrize("changes, rope, older", [
     ({}, LLAMA3, {"rope_scaling": LLAMA3}),
     ({"model_type": "glm"}, DEFAULT | HALF, HALF | {"rope_scaling": None}),
-    (LAYERS | {"model_type": "olmo3"}, OLMO3, {}),
-], ids=["scaled", "glm", "olmo3"])
+    (PHI3, LONGROPE, {"rope_scaling": {"type": "longrope"} | FACTORS, "partial_rotary_factor": 1.0}),
+    (PHI3, LONGROPE | {"attention_factor": 1.0},
+     {"rope_scaling": LONGROPE | {"attention_factor": 1.0}, "partial_rotary_factor": 1.0}),
+    ({"head_dim": 6}, LONGROPE | {"factor": 4.0},  # less than the ratio that transformers 4 prefers to it
+     ORIGINAL | {"rope_scaling": LONGROPE | {"factor": 4.0, "attention_factor": math.sqrt(1.5)}}),
+    ({"model_type": "olmo2"}, LINEAR, {"rope_scaling": {"type": "linear", "factor": 8.0}}),
+    (LAYERS | {"model_type": "olmo3"}, OLMO3, {"rope_scaling": YARN}),
+    (LAYERS | {"model_type": "gemma3_text"}, GEMMA3, {"rope_scaling": LINEAR, "rope_local_base_freq": 90.0}),
+], ids=["scaled", "glm", "phi3", "phi3, not expressible", "longrope", "olmo2", "olmo3", "gemma3"])
 def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, changes, rope, older):
     """They say the same, also to the release that reads both, within the original positions and beyond."""
-    theta = {} if "full_attention" in rope else THETA
-    rope = rope | theta
+    rope = rope if "full_attention" in rope else rope | THETA
     save_tiny(tmp_path / "source", rope_parameters=rope, **changes)
     source, made = settings_of(tmp_path / "source"), written(tmp_path, dtype="bfloat16")
-    assert made == source | theta | older | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    assert made == source | THETA | older | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     ours, theirs = (AutoConfig.from_pretrained(tmp_path / name) for name in ("made", "source"))
     assert str(ours.dtype) == "torch.bfloat16"
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / "source", config=config, dtype=torch.float32)
