@@ -5,6 +5,7 @@ The body of a step is the caller's: `for step in steps(job, ...)`, as in 05_prun
 
 import contextlib
 import math
+import os
 import re
 import threading
 import time
@@ -23,6 +24,7 @@ from common.training.sharding import Ranks, reduce_gradients, signals_to
 
 EPOCHS = {2: 5, 4: 10, 8: 15}  # source kv heads per group -> epochs over the training sets (Table 1)
 FEWEST_STEPS, BATCHES = 250, (2, 64)  # the batch is chosen for so many steps within these limits
+PARENT = os.getppid()  # of a rank, torchrun's agent: where it is killed, nobody else stops the ranks
 STOPPED = 75  # exit code when a signal stopped training: EX_TEMPFAIL of sysexits.h, "try again later"
 
 
@@ -207,7 +209,8 @@ def steps(job: Job, schedule: Schedule, samples: list, until: int | None = None)
             metrics.write({"step": job.step} | step.metrics)
             minutes = (time.perf_counter() - saved) / 60
             late = job.ranks.first and minutes > schedule.save_minutes  # one clock decides
-            job.stopped, late = on_any_rank(asked_to_stop.is_set(), late)
+            orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
+            job.stopped, late = on_any_rank(asked_to_stop.is_set() or orphan, late)
             regular = schedule.save_steps and job.step % schedule.save_steps == 0
             if job.stopped or late or regular or job.step == until:
                 if not total_norm(job.trainee.net.parameters()).isfinite():

@@ -38,8 +38,18 @@ class Metrics:
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
-            directory = os.path.join(job.directory, "tensorboard")
-            self.events = SummaryWriter(directory, purge_step=job.step + 1)
+            with self.optional():
+                directory = os.path.join(job.directory, "tensorboard")
+                self.events = SummaryWriter(directory, purge_step=job.step + 1)
+
+    @contextlib.contextmanager
+    def optional(self):
+        """TensorBoard is optional: if it cannot be written, say so and train on without it."""
+        try:
+            yield
+        except Exception as error:  # its writer re-raises anything from its thread
+            self.events = None
+            self.ranks.say(f"skipped tensorboard/: cannot be written ({error}); metrics.jsonl has all")
 
     def write(self, metrics: dict) -> None:
         """Write a step's metrics to metrics.jsonl and TensorBoard, and print them if the schedule says so."""
@@ -55,9 +65,11 @@ class Metrics:
             metrics["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
-        for name, number in metrics.items() if self.events else ():
-            if isinstance(number, (int, float)) and name != "step":
-                self.events.add_scalar(TAGS.get(name, name), number, metrics["step"])
+        if self.events:
+            with self.optional():
+                for name, number in metrics.items():
+                    if isinstance(number, (int, float)) and name != "step":
+                        self.events.add_scalar(TAGS.get(name, name), number, metrics["step"])
         wanted = metrics["step"] % self.schedule.print_every == 0 or metrics["step"] == self.schedule.steps
         if wanted or "heldout_seconds" in metrics:
             self.show(metrics)
@@ -83,4 +95,5 @@ class Metrics:
 
     def close(self) -> None:
         if self.events:
-            self.events.close()
+            with self.optional():
+                self.events.close()

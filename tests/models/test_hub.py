@@ -73,8 +73,13 @@ def test_a_cache_that_another_program_has_filled_is_enough_without_a_network(rep
     """It has neither the list of the repository's files nor those that transformers does not read."""
     weights = store(repository.directories[f"models/{NAME}"], "shards")
     cached = ["config.json", "tokenizer.json", "tokenizer_config.json", *weights]
-    for name in cached:
+    for name in cached[:-1]:
         hf_hub_download(NAME, name)
+    with monkeypatch.context() as patched:
+        patched.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(UserError, match="hub repository that can be read .*offline mode is enabled"):
+            local_model(NAME)  # a shard is missing
+    hf_hub_download(NAME, cached[-1])
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert files_in(local_model(NAME)) == sorted(cached)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 import signal
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 from common.data.rows import Sample
 from common.run.errors import UserError
-from common.training import engine
+from common.training import checkpoints, engine
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
@@ -181,6 +182,16 @@ def test_what_is_not_finite_or_zero_stops_before_it_is_saved(job, loss, rate, me
         train_squares(job, schedule_of(1), loss)
     after = [parameter.full_tensor() for parameter in job.trainee.parameters()]
     assert all(map(torch.equal, before, after)) == (rate < 1) and not saved_checkpoints(job.directory)
+
+
+def test_a_rank_whose_launcher_is_gone_saves_and_stops(job, monkeypatch):
+    monkeypatch.setattr(engine, "PARENT", os.getppid() + 1)
+    assert train_squares(job, schedule_of(2))  # not under torchrun: a shell may exit before its job
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    job.step = 0
+    assert not train_squares(job, schedule_of(3))
+    assert job.step == 1 and checkpoints.step_of(saved_checkpoints(job.directory)[0]) == 1
 
 
 def test_masks_may_change_alone(group_of_one, tmp_path):
