@@ -27,6 +27,7 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json",
                    "chat_template*", "*.model", "*.tiktoken", "additional_chat_templates/*")
 # of weights, by their names in safetensors files
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+POINTER = b"version https://git-lfs.github.com/spec/"  # how the pointers of Git LFS begin
 # stored by older releases, but computed from the config
 IGNORED_TENSORS = re.compile(r".*rotary_emb\.inv_freq")
 
@@ -61,8 +62,14 @@ def index_shards(path: str) -> list[str]:
 
 
 def present_files(directory: str, names) -> list[str]:
-    """Those of the names that are files of a directory."""
-    return [name for name in names if os.path.isfile(os.path.join(directory, name))]
+    """Those of the names that are files of a directory. Raises UserError for one without its content."""
+    found = [name for name in names if os.path.isfile(os.path.join(directory, name))]
+    for path in (os.path.join(directory, name) for name in found):
+        with open(path, "rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise UserError(f"{path}: expected the file itself, found its Git LFS pointer; run git lfs "
+                                "install and git lfs pull in its repository")
+    return found
 
 
 def files_of(path: str) -> list[str]:

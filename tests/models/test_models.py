@@ -277,6 +277,14 @@ def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(copy, damage, messag
     assert message in refusal(load_tokenizer, str(path))
 
 
+def test_pointers_of_git_lfs_are_named(copy):
+    path = copy("whole")
+    (path / WEIGHTS).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
+    message = refusal(load_model, str(path))
+    assert f"{path / WEIGHTS}: expected" in message
+    assert "Git LFS pointer; run git lfs install and git lfs pull" in message
+
+
 def test_weights_have_the_sources_dtype_unless_another_is_asked_for():
     asked = [(None, "source"), (torch.bfloat16, "source"), (torch.bfloat16, "float32")]
     found = [models.weight_dtype(name, SimpleNamespace(dtype=dtype)) for dtype, name in asked]
