@@ -209,8 +209,8 @@ def test_of_generated_text_a_tenth_is_held_out(chats, tmp_path, group_of_one):
             "generated", origin, changed.text_tokens // 100, 100).tolist()
     found = load_heldout(sources, origin, [], every=5).sets.get(CHAT_SET, [])
     assert found == as_samples(generated("generated", origin, 3, 100, HELDOUT, chats=True))[::2]
-    pool = load_pool(replace(sources, text=()), origin)
-    assert list(pool) == as_samples(generated("generated", origin, 30, 100, chats=True))
+    longer = replace(sources, text=(), text_length=250, text_tokens=60 * 250)  # long enough for an answer
+    assert list(load_pool(longer, origin)) == as_samples(generated("generated", origin, 60, 250, chats=True))
 
 
 def test_the_description_of_a_pool_sees_its_texts(chats, inputs, tmp_path, group_of_one):
