@@ -73,13 +73,14 @@ def interrupt(number: int, frame) -> None:
 
 @contextlib.contextmanager
 def signals_to(handler):
-    """Context manager: signals that ask to stop go to a handler, but not those that nohup or a shell ignores.
+    """Context manager: signals that ask to stop go to a handler, but SIGHUP not where nohup ignores it.
 
     Slurm can send SIGUSR1 before a job's time is over.
     """
-    asking = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
-    before = {number: signal.signal(number, handler) for number in asking
-              if signal.getsignal(number) is not signal.SIG_IGN}
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
