@@ -69,9 +69,9 @@ TABLE_5 = [
      "Choices: ['fill it with objects.', 'fill it with water.']\nAnswer:", "fill it with water."),
     ("siqa",
      {"context": "Sasha took him to vegas for a vacation.", "question": "How would Sasha feel afterwards?",
-      "answerA": "sad", "answerB": "depressed", "answerC": "fulfilled", "label": "3"},
+      "answerA": "he's sad", "answerB": "depressed", "answerC": "fulfilled", "label": "3"},
      "Sasha took him to vegas for a vacation.\nQuestion: How would Sasha feel afterwards??\n"
-     "Choices: ['sad', 'depressed', 'fulfilled']\nAnswer:", "fulfilled"),
+     "Choices: ['he's sad', 'depressed', 'fulfilled']\nAnswer:", "fulfilled"),
 ]
 
 

@@ -122,9 +122,9 @@ def test_a_caption_warns_of_few_tokens(tokens, few):
 
 
 def test_caches_have_rows():
-    layouts = {layout: {"kl": kl, "perplexity": 3.0, "agreement": 0.5}
+    layouts = {layout: {"kl": kl, "perplexity": 10 * kl, "agreement": 1 - kl}
                for layout, kl in (("halves", 0.1), ("pairs", 0.2), ("rotated", 0.3))}
     results = {"source": {"caches": {"q4_0": {"bytes_per_token": 72.0} | layouts}}, "gqa": {},
                "other tokens": {"caches": {"f16": {"bytes_per_token": 9.0, "rotated": {"perplexity": 3.0}}}}}
     assert cells(caches_table(results))[2:] == [
-        ["source", "q4_0", "72", "0.1000", "0.2000", "0.3000", "3.000", "0.5000"]]
+        ["source", "q4_0", "72", "0.1000", "0.2000", "0.3000", "3.000", "0.7000"]]

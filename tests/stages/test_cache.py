@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def wide_run(inputs, tmp_path_factory):
     """A run directory with merged/ of a model whose heads consist of blocks."""
     home = tmp_path_factory.mktemp("wide") / "run"
-    wide = inputs | {"model": save_tiny(home.parent / "model", head_dim=32, num_key_value_heads=4)}
+    wide = inputs | {"model": save_tiny(home.parent / "model", head_dim=64, num_key_value_heads=4)}
     run("01_calibrate.py", "--run", home, *calibrate_arguments(wide))
     run("02_similarity.py", "--run", home)
     run("03_group.py", "--run", home, "--kv-heads", 2)
@@ -33,15 +33,17 @@ def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs
 
     models = [f"{name}={wide_run / path}" for name, path in
               (("merged", "merged"), ("plain", "gqa-plain"), ("gqa", "gqa"))]
-    arguments = [*evaluate_arguments(inputs | {"tasks": "none"}), "--cache", "q8_0", "q8_0/q4_0", "q4_0"]
+    caches = ["--cache", "q8_0", "q8_0/q4_0", "q4_0", "fp8"]
+    arguments = [*evaluate_arguments(inputs | {"tasks": "none"}), *caches]
     run("07_eval.py", "--run", wide_run, "--model", *models, *arguments)
     results = read(wide_run / "eval/stage.json")["results"]
     assert results["gqa"]["kl"] < 1e-6 and results["plain"]["kl"] == 0
     merged, plain, ours = (results[name]["caches"] for name in ("merged", "plain", "gqa"))
-    assert merged == plain
+    assert merged == plain and plain["fp8"]["halves"] == plain["fp8"]["rotated"]
+    assert plain["q4_0"]["pairs"] != plain["q4_0"]["halves"]
     assert ours["q4_0"]["halves"]["kl"] < 0.9 * plain["q4_0"]["halves"]["kl"]
     for name, bits in (("q8_0", 17), ("q8_0/q4_0", 13), ("q4_0", 9)):
-        assert plain[name]["bytes_per_token"] == 3 * 2 * 32 * bits / 8 and plain[name].keys() >= {*LAYOUTS}
+        assert plain[name]["bytes_per_token"] == 3 * 2 * 64 * bits / 8 and plain[name].keys() >= {*LAYOUTS}
     assert plain["q8_0"]["pairs"]["kl"] < plain["q8_0/q4_0"]["pairs"]["kl"] < plain["q4_0"]["pairs"]["kl"]
 
     model, tokens = load_model(str(wide_run / "merged")), torch.arange(64)[None] % 260
