@@ -131,13 +131,14 @@ class KeyFit:
         self.gram, self.mean, self.query, self.turns = gram, mean, query, turns
         self.shape = groups, members, size
         stacked = stack_heads(gram)
-        noise = NOISE * mean_diagonal(stacked)  # pragma: no mutate: any that is small
-        self.stacked = stacked + noise * identity_like(stacked)  # K
+        noise, dead = NOISE * mean_diagonal(stacked), (stacked == 0).all(-1).all(-1)[:, None, None]
+        self.stacked = stacked + noise.where(~dead, 0) * identity_like(stacked)  # K
         energy = self.stacked.view(groups, members, size, members, size)
         energy = torch.stack([energy[:, i, :, i] for i in range(members)], dim=1)
         self.variance = self.covariance(energy, mean, mean)  # of R k_i
         flat = mean.flatten(1)[..., None]
         centered = self.stacked - flat @ flat.mT
+        centered = centered.where(~dead, identity_like(stacked))
         self.dual = solve_each(centered, flat).view(groups, members, size)  # (K - mu mu^T)^-1 mu
         self.mean_share = (self.dual * mean).sum((-2, -1))[:, None, None]  # mu^T (K - mu mu^T)^-1 mu
 

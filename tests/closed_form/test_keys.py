@@ -6,7 +6,14 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.closed_form import keys as key_merge
-from common.closed_form.keys import KeyFit, RopeAverages, alternate, log_uniform, merge_rope_keys
+from common.closed_form.keys import (
+    KeyFit,
+    RopeAverages,
+    alternate,
+    log_uniform,
+    merge_rope_keys,
+    start_by_pairs,
+)
 from common.closed_form.values import merge_values
 from common.method.rope import to_complex, to_matrix
 from models import tiny_model
@@ -138,13 +145,15 @@ def test_what_rope_scales_is_merged_for_the_scores_of_scaled_queries_and_keys():
     assert (loss < 0.95 * sampled.loss(*merge_rope_keys(ignorant))).all()
 
 
-def test_keys_that_are_zero_are_merged_to_zero(monkeypatch):
+def test_keys_that_are_zero_are_merged_and_lose_nothing(monkeypatch):
     """Of one group; the other's do not change."""
     monkeypatch.undo()  # with damping and noise
     sampled = Sampled()
     expected = merge_rope_keys(sampled.fit())
     sampled.keys[:, 0] = 0
-    for merged, both in zip(merge_rope_keys(sampled.fit()), expected, strict=True):
+    fit = sampled.fit()
+    assert alternate(fit, *start_by_pairs(fit), 2)[2][0] == 0
+    for merged, both in zip(merge_rope_keys(fit), expected, strict=True):
         assert merged.isfinite().all()
         torch.testing.assert_close(merged[1], both[1], rtol=1e-4, atol=1e-4)
 
