@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import copy
-import functools
 import hashlib
 import importlib
 import io
@@ -31,7 +30,6 @@ from common.models.calibration import Calibration
 from common.reporting import plots
 from common.run.artifact import FORMAT
 from common.run.errors import run_stage
-from common.run.files import write_json
 from common.training import engine
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.sharding import init_ranks
@@ -437,18 +435,6 @@ def valid_record(stage: str) -> dict:
              "commit": None, "seconds": 1.5, "date": "2026-01-02T03:04:05+00:00",
              "files": {"a": {"size": 1, "time": 2, "sha256": SHA}, "README.md": None}}
     return copy.deepcopy(every | FIELDS[stage])
-
-
-def save_record(directory: Path, record: dict) -> str:
-    write_json(str(directory / "stage.json"), record)
-    return str(directory)
-
-
-def changed_record(record: dict, place: tuple, value) -> dict:
-    record = copy.deepcopy(record)
-    *names, last = place
-    functools.reduce(lambda part, name: part[name], names, record)[last] = value
-    return record
 
 
 def save_lines(path, documents) -> str:

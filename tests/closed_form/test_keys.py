@@ -6,14 +6,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.closed_form import keys as key_merge
-from common.closed_form.keys import (
-    KeyFit,
-    RopeAverages,
-    alternate,
-    log_uniform,
-    merge_rope_keys,
-    start_by_pairs,
-)
+from common.closed_form.keys import KeyFit, RopeAverages, alternate, log_uniform, merge_rope_keys
 from common.closed_form.values import merge_values
 from common.method.rope import to_complex, to_matrix
 from models import tiny_model
@@ -152,7 +145,7 @@ def test_keys_that_are_zero_are_merged_and_lose_nothing(monkeypatch):
     expected = merge_rope_keys(sampled.fit())
     sampled.keys[:, 0] = 0
     fit = sampled.fit()
-    assert alternate(fit, *start_by_pairs(fit), 2)[2][0] == 0
+    assert alternate(fit, *key_merge.start_by_pairs(fit), 2)[2][0] == 0
     for merged, both in zip(merge_rope_keys(fit), expected, strict=True):
         assert merged.isfinite().all()
         torch.testing.assert_close(merged[1], both[1], rtol=1e-4, atol=1e-4)

@@ -1,16 +1,23 @@
 """related/dha: records of its artifacts, and the report."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from common.run.errors import UserError
+from common.run.files import write_json
 from dha_models import DATA, example_record, fused_tiny
 from models import tiny_model
 from related.dha import pretrain, records, report, search
-from runs import changed_record, save_record
 
 pytestmark = pytest.mark.slow
+
+
+def save_record(directory: Path, record: dict, **metrics) -> str:
+    """metrics: others of the record's summary."""
+    write_json(str(directory / "stage.json"), record | {"summary": record["summary"] | metrics})
+    return str(directory)
 
 
 def test_steps_behind_a_checkpoint_are_those_of_search_and_fusion(tmp_path):
@@ -48,9 +55,9 @@ def test_rows_that_cannot_be_compared_are_refused(field, value, tmp_path):
     record = example_record(records.PRETRAIN)
     for name in ("pool", "dha"):
         save_record(tmp_path / name, record)
-    save_record(tmp_path / "source", changed_record(record, ("summary", "cache_bytes_per_token"), 256.0))
+    save_record(tmp_path / "source", record, cache_bytes_per_token=256.0)
     names = ["source", "pool", "dha"]
     assert list(report.read_rows(str(tmp_path), names)) == names
-    save_record(tmp_path / "pool", changed_record(record, ("summary", field), value))
+    save_record(tmp_path / "pool", record, **{field: value})
     with pytest.raises(UserError, match=f"pool: expected the {field} of dha"):
         report.read_rows(str(tmp_path), names)
