@@ -8,7 +8,7 @@
 #   TEXT       .txt file, calibration on its first half and perplexity on the second (the reference manual
 #              that Python carries in pydoc_data)
 #   KV_HEADS   kv heads to keep (a quarter of the source's, at least one)
-#   TOKENS     to train on, from the text's first half (50000)
+#   TOKENS     to train on, from the text's first half (all that are not held out)
 #   SEQUENCES  of LENGTH tokens of calibration (48 of 512); a quarter as many for the perplexity
 #   PYTHON     interpreter (python), with requirements-dev.txt     RUN  run directory (runs/smollm2)
 #
@@ -56,7 +56,7 @@ start attention-refit energy --merge closed-form --refit attention
 
 TRAINED=$RUN/attention-refit
 "$PYTHON" 05_prune_train.py --run "$TRAINED" --tasks none \
-  --text "$RUN/text/calibration.txt" --text-tokens "${TOKENS:-50000}" --text-length "$LENGTH" \
+  --text "$RUN/text/calibration.txt" ${TOKENS:+--text-tokens "$TOKENS"} --text-length "$LENGTH" \
   --heldout-text "$RUN/text/heldout.txt" --heldout-sequences "$HELDOUT" --print-every 10
 "$PYTHON" 06_export.py --run "$TRAINED" --update
 source=$("$PYTHON" -m pipelines.source "$RUN")
