@@ -21,6 +21,7 @@ in RUN (sequences x length x hidden x 4 bytes); it writes the same bytes.
 import argparse
 import common.run.openmp  # noqa: F401 - before torch
 import os
+from dataclasses import replace
 
 import torch
 
@@ -81,11 +82,15 @@ def find_model(args) -> tuple[str, object, str]:
     return load.local_model(path), config, proven  # a hub repository's weights, once its config has passed
 
 
+def with_defaults(args, path: str):
+    """The flags with the sources that were left out, and bos as later stages shall use it, for the record."""
+    text = args.text or demo.default_sources(args.model == demo.DEMO)[1]
+    chat = next(iter(choose_chats([args.chat] if args.chat else None, [text], path)), None)
+    return replace(args, text=text, chat=chat, bos=bool(load.bos_prefix(load.load_tokenizer(path, args.bos))))
+
+
 def read_text(args, path: str, length: int) -> tuple[torch.Tensor, str]:
-    """The tokens [sequences, length] and what they are. Fills in the sources left out, for the record."""
-    if args.text is None:
-        _, args.text = demo.default_sources(args.model == demo.DEMO)
-    args.chat = next(iter(choose_chats([args.chat] if args.chat else None, [args.text], path)), None)
+    """The tokens [sequences, length] and what they are."""
     device = load.pick_device(args.device)
     context = DataContext(path, args.run, device, layerwise=args.layerwise, bos=args.bos)
     tokens, text = read_sequences(args.text, args.chat, context, args.sequences, length)
@@ -105,7 +110,7 @@ def main():
     started = begin_stage("01_calibrate.py", args, output, inputs=inputs)
 
     path, config, proven = find_model(args)
-    args.bos = bool(load.bos_prefix(load.load_tokenizer(path, args.bos)))  # recorded for stage 4
+    args = with_defaults(args, path)
     length = sequence_length(args.length, LENGTH, config.max_position_embeddings, least=1 + args.bos)
     model, shape = load.describe(os.path.abspath(path), args.model), families.geometry(config)
     print(f"reads   {path}: {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, "
@@ -124,7 +129,7 @@ def main():
                    "proven": proven, "peak_memory_gib": peak_memory()}
         files = [*weights.files_of(path), *filter(os.path.isfile, filter(None, (args.text, args.chat)))]
         read = [{"path": os.path.abspath(file)} | stamp(file) for file in files]
-        write_record(aside, started.record(model, summary, read=read))
+        write_record(aside, replace(started, args=args).record(model, summary, read=read))
     print(f"wrote   {output}")
     print(f"01_calibrate: {tokens.numel()} tokens, {shape.layers} layers, {shape.kv_heads} key/value heads "
           f"in {started.clock()} s, peak host memory {summary['peak_memory_gib']} GiB")

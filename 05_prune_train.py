@@ -367,7 +367,7 @@ def train(run: TrainingRun, settings: Settings) -> int:
     else:
         if settings.teacher:  # shared: another run may be training it, too
             parent, name = os.path.split(os.path.abspath(run.teacher))
-            artifact.begin_stage(name, argparse.Namespace(run=parent))
+            artifact.begin_stage(name, replace(run.started.args, run=parent))
         if not train_teacher(run, schedule, settings.teacher_rates, settings.execution):
             return STOPPED
     free_memory(run.ranks)  # of the teacher that was trained

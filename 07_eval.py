@@ -32,6 +32,7 @@ import common.run.openmp  # noqa: F401 - before torch
 import importlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from common.data import demo
@@ -70,14 +71,12 @@ CHECKPOINTS = ("teacher", "merged", "gqa")  # measured where the run directory h
 TABLE, OUTCOMES, PICTURE = "eval.md", "eval.jsonl", "frontier.png"
 
 
-def parse() -> argparse.Namespace:
+def parse():
     parser = stage_parser(__doc__)
     add_task_flags(parser)
     add_text_flags(parser)
     add_execution_flags(parser)
     args = parser.parse_args()
-    if not args.dtype:
-        args.dtype = "bfloat16" if pick_device(args.device).startswith("cuda") else "float32"
     if args.seed is not None and args.limit is None:
         raise UserError("--seed: expected --limit N with it, found no --limit")
     if args.layerwise and (args.tasks not in (None, NONE) or args.limit or args.prompts or args.chat):
@@ -85,7 +84,8 @@ def parse() -> argparse.Namespace:
                         "no questions")
     if args.cache and (args.layerwise or args.text == NONE):
         raise UserError("--cache: expected a text, and no --layerwise")
-    return args
+    cuda = pick_device(args.device).startswith("cuda")
+    return replace(args, dtype=args.dtype or ("bfloat16" if cuda else "float32"))
 
 
 def add_task_flags(parser) -> None:
@@ -214,14 +214,15 @@ def choose_sources(run: str, tasks: str | None, text: str | None) -> tuple[str, 
     return tasks or default_tasks, text or default_text
 
 
-def add_heldout(args) -> None:
-    """Let what a training without tasks held out be the text and the chats, where others are not given."""
+def with_heldout(args):
+    """The flags, with what a training without tasks held out as text and chats where others are not given."""
     trained = load_record(os.path.join(args.run, "train"))
-    if trained and trained["arguments"]["tasks"] == NONE:
-        home = resolved(args.run, trained.get("heldout"))
-        text, chat = (path if home and os.path.exists(path := os.path.join(home, name)) else None
-                      for name in (TOKENS, CHAT_TOKENS))
-        args.text, args.chat = args.text or text or NONE, args.chat or (None if args.layerwise else chat)
+    if not trained or trained["arguments"]["tasks"] != NONE:
+        return args
+    home = resolved(args.run, trained.get("heldout"))
+    text, chat = (path if home and os.path.exists(path := os.path.join(home, name)) else None
+                  for name in (TOKENS, CHAT_TOKENS))
+    return replace(args, text=args.text or text or NONE, chat=args.chat or (None if args.layerwise else chat))
 
 
 def settle(args) -> Settings:
@@ -266,7 +267,7 @@ def tokenize(checkpoints: dict[str, str], settings: Settings) -> dict[str, compa
 def main():
     args = parse()
     register(args.register or ())
-    add_heldout(args)
+    args = with_heldout(args)
     checkpoints, output = choose_checkpoints(args), os.path.join(args.run, "eval")
     described = {name: describe(path) for name, path in checkpoints.items()}
     started = begin(args, output, described)

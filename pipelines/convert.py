@@ -12,7 +12,6 @@ all stages are checked before the first stage runs. After an interruption, run t
 stages are left as they are, and a training goes on. It ends with the table of RUN/eval/eval.md.
 """
 
-import argparse
 import common.run.openmp  # noqa: F401 - before torch
 import importlib
 import os
@@ -21,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
@@ -88,23 +88,22 @@ def make_parser() -> StageParser:
     return parser
 
 
-def parse() -> argparse.Namespace:
-    """The flags; more: those for stage 5."""
+def parse() -> tuple:
+    """The flags, and the words after --, which are for stage 5."""
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     args = make_parser().parse_args(words[:end])
     name = os.path.basename(os.path.normpath(args.model.removesuffix(".gguf")))
     kind = "choose" if args.choose is not None else args.kv_heads or "gqa"
-    args.run = args.run or f"runs/{name}-{kind}"
-    args.text, args.more = args.text or [GENERATED], words[end + 1 :]
-    return args
+    args = replace(args, run=args.run or f"runs/{name}-{kind}", text=args.text or [GENERATED])
+    return args, words[end + 1 :]
 
 
 class Commands:
-    """The stages' flags, by the settings and the machine."""
+    """The stages' flags, by the settings and the machine. more: words for stage 5."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.args, self.gpus = args, torch.cuda.device_count()
+    def __init__(self, args, more: list[str]):
+        self.args, self.more, self.gpus = args, more, torch.cuda.device_count()
         home = args.calibrated or args.run
         self.calibration = os.path.join(home, "calibration")
         on_gpus = not args.plan.endswith(cost.CPU) if args.plan else self.gpus > 0
@@ -113,21 +112,21 @@ class Commands:
             (GPU_TOKENS if on_gpus else CPU_TOKENS) if endless else None)
         length = args.length or (256 if args.model == demo.DEMO else None if self.gpus else 512)
         chat = flag("--chat", *args.chat or ())
-        compiles = on_gpus and (tokens or 0) >= PAYING and "--deterministic" not in args.more
+        compiles = on_gpus and (tokens or 0) >= PAYING and "--deterministic" not in more
         compiler = compiles and shutil.which(os.environ.get("CC", "gcc"))
         dtype = () if on_gpus else flag("--dtype", cost.processor_dtype())
         self.calibrate = ["--run", args.run, f"--model={args.model}", "--text", args.text[0], *chat[:2],
                           *flag("--sequences", args.sequences), *flag("--length", length)]
         self.group = ["--similarity", os.path.join(home, "similarity"), "--by", "energy"]
         self.train = ["--tasks", NONE, "--text", *args.text, *flag("--text-tokens", tokens), *chat, *dtype,
-                      *(["--compile"] if compiler else ()), *args.more]
+                      *(["--compile"] if compiler else ()), *more]
         self.evaluate = ["--run", args.run, "--update", "--tasks", args.tasks, "--only", *args.only,
                          "--prompts", args.prompts, *CACHES]
 
     def check(self) -> None:
         """Raise UserError for what a stage would refuse, before the first one runs."""
         args = self.args
-        ours = [word for word in args.more if word.partition("=")[0] in OURS]
+        ours = [word for word in self.more if word.partition("=")[0] in OURS]
         if ours:
             raise UserError(f"-- {ours[0]}: expected flags of stage 5 that are not this command's own, which "
                             f"sets {', '.join(OURS)}")
@@ -152,7 +151,7 @@ class Commands:
             raise UserError(f"{self.calibration}: made with --model {model}, not --model {self.args.model}; "
                             f"pass another {'--calibrated' if shared else '--run'}")
 
-    def check_config(self, training: argparse.Namespace) -> None:
+    def check_config(self, training) -> None:
         """Raise UserError for a model that cannot be converted, numbers of kv heads, and flags of stage 5
         that do not fit it.
         """
@@ -162,8 +161,7 @@ class Commands:
         if os.path.isdir(self.args.model):
             choose_chats(training.chat, training.text, self.args.model)
         table = [flag for section in stage5.FLAGS.values() for flag in section]
-        training.chat = [NONE]
-        with_defaults(training, defaults_of(table, conversion, NONE), conversion,
+        with_defaults(replace(training, chat=[NONE]), defaults_of(table, conversion, NONE), conversion,
                       config.max_position_embeddings, bos=False)
 
 
@@ -173,7 +171,7 @@ def flag(name: str, *values) -> list[str]:
     return [name, *values] if values else []
 
 
-def parsed(stage: str, words: list[str]) -> argparse.Namespace:
+def parsed(stage: str, words: list[str]):
     """A stage's flags, by its own parser. Raises UserError as it does."""
     given, sys.argv = sys.argv, [f"{stage}.py", *words]
     try:
@@ -263,8 +261,8 @@ def convert(commands: Commands, stages: Stages) -> str:
 
 
 def main() -> None:
-    args = parse()
-    commands, stages = Commands(args), Stages()
+    args, more = parse()
+    commands, stages = Commands(args, more), Stages()
     if args.plan:
         sys.argv = ["plan", "--on", args.plan, "--model", args.model, *flag("--kv-heads", args.kv_heads),
                     *commands.train]

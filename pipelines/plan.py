@@ -15,7 +15,6 @@ has its own merge and kv heads; its tasks are read as stage 5 reads them, and so
 The other flags are those of stage 5. Exits with 2 if a training does not fit.
 """
 
-import argparse
 import common.run.openmp  # noqa: F401 - before torch
 import importlib
 import math
@@ -56,7 +55,7 @@ FLOAT32 = 1 / 16  # of the bf16 peak: an A100 has 19.5 of 312 TFLOP/s, an H100 6
 REFIT_PASSES, CHECK_PASSES, CHECKED_SEQUENCES = 9, 6, 4
 
 
-def parse() -> argparse.Namespace:
+def parse():
     """The flags as given. Raises UserError for those that do not go together."""
     parser = StageParser(__doc__)
     parser.section("the plan")
@@ -109,7 +108,7 @@ def conversion_of_config(model: str, kv_heads: int | None, whole_head: bool) -> 
                       merged_modules(attention, whole_head))
 
 
-def filled(args, defaults: dict, conversion: Conversion) -> argparse.Namespace:
+def filled(args, defaults: dict, conversion: Conversion):
     """The flags with what was left out. Raises UserError for text without --text-tokens."""
     path = conversion.model["path"]
     positions = load_config(path).max_position_embeddings
@@ -117,9 +116,8 @@ def filled(args, defaults: dict, conversion: Conversion) -> argparse.Namespace:
         bos = bool(bos_prefix(load_tokenizer(path, args.bos)))
         return with_defaults(args, defaults, conversion, positions, bos)
     chats = [source for source in args.chat or () if source != NONE]
-    without_chats = argparse.Namespace(**vars(args) | {"chat": [NONE]})  # it may have no chat template
-    given = with_defaults(without_chats, defaults, conversion, positions, bool(args.bos))
-    given.chat = chats
+    without_chats = replace(args, chat=[NONE])  # it may have no chat template
+    given = replace(with_defaults(without_chats, defaults, conversion, positions, bool(args.bos)), chat=chats)
     if (given.text or chats) and not args.text_tokens:
         raise UserError("--text, --chat: expected --text-tokens N with --model, which reads no text, "
                         "found none")

@@ -54,7 +54,7 @@ class Started:
     """A stage at work: its flags as they were given and as it completes them, and what it reads."""
 
     stage: str
-    args: object
+    args: object  # the flags, frozen
     flags: dict
     inputs: dict[str, str]  # from input_digests, before they were read: files may have been replaced since
     clock: Clock

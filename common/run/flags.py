@@ -5,7 +5,7 @@ import difflib
 import math
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import ClassVar
 
 import torch
@@ -184,11 +184,12 @@ class StageParser(Parser):
         self.add_argument(f"--{flag.name}", help=help, **{flag.argument: flag.kind}, **options)
 
     def parse_args(self, args=None, namespace=None):
+        """The flags as one frozen object with a field each; dataclasses.replace completes them."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             self.error(f"unknown flag {flag}{suggest(flag, self.flags)} (--help lists all)")
-        return options
+        return make_dataclass("Flags", vars(options), frozen=True)(**vars(options))
 
 
 def stage_parser(doc: str) -> StageParser:

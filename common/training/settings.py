@@ -1,6 +1,5 @@
 """What a call of stage 5 trains, and how: its flags, model, data and machine settled into Settings."""
 
-import argparse
 import os
 from dataclasses import dataclass, fields, replace
 
@@ -100,32 +99,28 @@ def defaults_of(flags: list[Flag], conversion: Conversion, tasks: str | None) ->
     return defaults | ({"masks": "off"} if tasks == NONE and whole_head else {})
 
 
-def with_defaults(args, defaults: dict, conversion: Conversion, positions: int,
-                  bos: bool) -> argparse.Namespace:
-    """A copy of the flags with each that was left out, except those that depend on the number of samples.
+def with_defaults(args, defaults: dict, conversion: Conversion, positions: int, bos: bool):
+    """The flags with each that was left out, except those that depend on the number of samples.
 
     defaults: from defaults_of. positions: of the source model. bos: whether texts and prompts begin with the
     begin-of-sequence token. Raises UserError for flags that do not fit the model or this machine.
     """
     demo = conversion.model["name"] == DEMO
-    filled = argparse.Namespace(**vars(args) | {"bos": bos})
-    for name, value in defaults.items():
-        in_epochs = name == "steps" and args.epochs is not None
-        if getattr(filled, name, None) is None and name not in OF_LENGTH and not in_epochs:
-            setattr(filled, name, value)
-    filled.tasks = args.tasks or default_sources(demo)[0]
-    filled.text = args.text or ([DEMO] if demo else [])
-    filled.text = [] if filled.text == [NONE] else filled.text
-    filled.chat = choose_chats(args.chat, filled.text, conversion.model["path"])
-    if args.heldout_text is None:
-        filled.heldout_text = DEMO if demo else "c4" if "c4" in filled.text else SPLIT
-    teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ lies next to DIR, not in DIR/
-    filled.teacher = teacher or (SOURCE if filled.tasks == NONE else None)
-    filled.text_length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
-    endless = [source for source in [*filled.text, *filled.chat] if parse_source(source).endless]
+    tasks, text = args.tasks or default_sources(demo)[0], args.text or ([DEMO] if demo else [])
+    text = [] if text == [NONE] else text
+    chat = choose_chats(args.chat, text, conversion.model["path"])
+    endless = [source for source in [*text, *chat] if parse_source(source).endless]
     if endless and not args.text_tokens:
         raise UserError(f"{endless[0]}: expected --text-tokens N, the tokens to take of it, found none")
-    if args.student and filled.masks != "off":
+    teacher = args.teacher and os.path.normpath(args.teacher)  # DIR.train/ lies next to DIR, not in DIR/
+    length = sequence_length(args.text_length, TEXT_LENGTH, positions, 2, "--text-length")
+    settled = OF_LENGTH if args.epochs is None else (*OF_LENGTH, "steps")
+    left_out = {name: value for name, value in defaults.items()
+                if name not in settled and getattr(args, name) is None}
+    filled = replace(args, bos=bos, tasks=tasks, text=text, chat=chat, text_length=length, **left_out,
+                     teacher=teacher or (SOURCE if tasks == NONE else None),
+                     heldout_text=args.heldout_text or (DEMO if demo else "c4" if "c4" in text else SPLIT))
+    if filled.student and filled.masks != "off":
         raise UserError(f"--student: expected --masks off with it, found {filled.masks}")
     return filled
 

@@ -22,6 +22,7 @@ from search does not cost its steps. --merge none rotates the heads of each grou
 
 import itertools
 import os
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -75,8 +76,7 @@ def parse():
     args = parser.parse_args()
     if args.groups == "search" and args.counts != "search":
         raise UserError(f"--groups search: expected --counts search with it, found {args.counts}")
-    args.name = args.name or (NAMES[args.weights] if args.merge == "mean" else args.counts)
-    return args
+    return replace(args, name=args.name or (NAMES[args.weights] if args.merge == "mean" else args.counts))
 
 
 def by_head(parts: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

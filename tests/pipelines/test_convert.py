@@ -101,7 +101,7 @@ def test_on_gpus_a_long_training_is_compiled(monkeypatch, words, compiler, compi
     monkeypatch.setattr("sys.argv", ["convert", "--model", "x", *words])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("CC", compiler)
-    train = convert.Commands(convert.parse()).train
+    train = convert.Commands(*convert.parse()).train
     assert ("--compile" in train) == compiled and "--dtype" not in train
 
 

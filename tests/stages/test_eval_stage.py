@@ -5,7 +5,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -148,14 +147,16 @@ def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, tm
 @pytest.mark.parametrize(("tasks", "text", "chat", "expected"), [
     ("none", None, None, ["tokens.npy", None]), ("none", "t", "c", ["t", "c"]),
     ("hub", None, "c", [None, "c"])])
-def test_what_a_training_without_tasks_held_out_is_measured(tmp_path, tasks, text, chat, expected):
+def test_what_a_training_without_tasks_held_out_is_measured(
+        tmp_path, monkeypatch, tasks, text, chat, expected):
     for name in ("train", "tokens"):
         (tmp_path / name).mkdir()
     (tmp_path / "tokens/tokens.npy").touch()
     record = {"format": FORMAT, "arguments": {"tasks": tasks}, "heldout": "RUN/tokens"}
     (tmp_path / "train/stage.json").write_text(json.dumps(record))
-    args = SimpleNamespace(run=str(tmp_path), text=text, chat=chat, layerwise=False)
-    stage7.add_heldout(args)
+    words = [*(["--text", text] if text else []), *(["--chat", chat] if chat else [])]
+    monkeypatch.setattr(sys, "argv", ["07_eval.py", "--run", str(tmp_path), *words])
+    args = stage7.with_heldout(stage7.parse())
     assert [args.text and args.text.rpartition("/")[2], args.chat] == expected
 
 

@@ -1,6 +1,5 @@
 """The flags of stage 5: published values, those of the demo model, budgets, and what is refused."""
 
-import argparse
 from dataclasses import asdict, replace
 
 import pytest
@@ -33,12 +32,12 @@ def pair_of(group_size: int = 4, demo: bool = False, blended: tuple = blending.K
     return Conversion("a", "m", model, 16 // group_size, "mean", blended)
 
 
-def defaults_of(pair: Conversion, args: argparse.Namespace) -> dict:
+def defaults_of(pair: Conversion, args) -> dict:
     rows = [flag for section in stage5.FLAGS.values() for flag in section]
     return settings.defaults_of(rows, pair, args.tasks)
 
 
-def filled(pair: Conversion, *words, positions: int = 2048) -> argparse.Namespace:
+def filled(pair: Conversion, *words, positions: int = 2048):
     """A command line's flags with what is left out."""
     args = flags(*words)
     return settings.with_defaults(args, defaults_of(pair, args), pair, positions, bos=False)
