@@ -74,7 +74,7 @@ THOUGHT = ("{% for message in messages %}{% if message['role'] == 'user' %}"
            "{{ '<|im_start|>' + message['content'] }}{% else %}"
            "{{ '<|im_end|>' + message['content'].split('</think>')[-1] + '<eos>' }}{% endif %}{% endfor %}"
            "{% if add_generation_prompt %}{{ '<|im_end|><think>\n' }}{% endif %}")
-QUICK = "llama, GQA, tied", "qwen2, GQA", "qwen3, GQA, tied", "phi3", "gemma2", "gpt_oss"
+QUICK = "llama, GQA, tied", "qwen3, GQA, tied", "phi3", "phi", "glm4, GQA", "gemma2", "gemma3, GQA", "gpt_oss"
 EVERY_FAMILY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 
 
