@@ -1,6 +1,8 @@
 """The proof: where RoPE's pairs are, by its own rotation of random heads; classes that it must refuse, each
 for its reason; what becomes of the head's products."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -147,6 +149,16 @@ def test_queries_that_turn_otherwise_and_heads_that_differ_are_refused(monkeypat
         monkeypatch.undo()
     sign = torch.tensor([1.0, -1.0]).repeat(4).view(1, 8, 1, 1)
     assert "its heads are not all rotated alike" in changed_rotation(monkeypatch, lambda q, k: (q, k * sign))
+
+
+@pytest.mark.parametrize(("module", "value", "reason"), [
+    ("LlamaAttention", 2.0, "its attention has an option that is not known here (sharpness)"),
+    ("LlamaModel", torch.ones(1), "its layers read what is not known here (sharpness)"),
+])
+def test_what_is_not_known_is_refused(monkeypatch, module, value, reason):
+    module = getattr(modeling_llama, module)
+    monkeypatch.setattr(module, "forward", partialmethod(module.forward, sharpness=value))
+    assert reason in refusal()
 
 
 def test_query_heads_that_read_other_keys_than_stock_ones_are_refused(monkeypatch):
