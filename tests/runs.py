@@ -298,7 +298,8 @@ def final_weights(home) -> dict[str, torch.Tensor]:
 
 def assert_same_training(home, other) -> None:
     # BiLD is not continuous: rounding may swap a student's 16th and 17th logits, of which it takes only one
-    tolerances = {"loss": 1e-4, "bild": 1e-4, "kl": 1e-5, "mask_mean": 1e-5, "mask_expected": 1e-5}
+    tolerances = {"loss": 1e-4, "bild": 1e-4, "kl": 1e-5, "mask_mean": 1e-5, "mask_expected": 1e-5,
+                  "heldout_task_kl": 1e-4, "grad_norm": 1e-3}
     for ours, theirs in zip(metrics(home), metrics(other), strict=True):
         for name, tolerance in tolerances.items():
             assert ours.get(name) == pytest.approx(theirs.get(name), abs=tolerance), (ours["step"], name)

@@ -25,6 +25,7 @@ from runs import (
     TRAINING,
     assert_same_bits,
     assert_same_training,
+    calibrate_arguments,
     copy_run,
     metrics,
     run,
@@ -63,13 +64,6 @@ def alone(aligned_run, inputs, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_process_equals_two(alone, aligned_run, inputs, tmp_path):
-    together = with_teacher(aligned_run, alone, tmp_path / "together")
-    run(STAGE, "--run-dir", together, "--tasks", inputs["tasks"], *SHARED, processes=2)
-    assert_same_training(together, alone)
-
-
-@pytest.mark.slow
 def test_a_teacher_of_two_processes_is_that_of_one(alone, aligned_run, inputs, tmp_path):
     together = copy_run(aligned_run, tmp_path / "together")
     run(STAGE, "--run-dir", together, "--tasks", inputs["tasks"], *SHARED, processes=2)
@@ -79,33 +73,18 @@ def test_a_teacher_of_two_processes_is_that_of_one(alone, aligned_run, inputs, t
 
 
 @pytest.mark.slow
-def test_released_masks_resume_to_the_same_bits_and_two_processes_equal_one(
-    alone, aligned_run, inputs, tmp_path
-):
-    homes = [with_teacher(aligned_run, alone, tmp_path / name) for name in ("whole", "stopped", "together")]
-    words = ["--tasks", inputs["tasks"], *SHARED, "--mask-lr", "0.3", "--masks", "l0-released"]
-    run(STAGE, "--run", homes[0], *words)
-    stop(2, "--run", homes[1], *words)
-    assert "after step 3\n" in run(STAGE, "--run", homes[1], *words).stdout
-    assert_same_bits(homes[1], homes[0])
-    run(STAGE, "--run-dir", homes[2], *words, processes=2)
-    assert_same_training(homes[2], homes[0])
-    lines = metrics(homes[0])
-    assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 4 / 9, 0, 0])
-    assert lines[0]["mask_mean"] > 0.99 and lines[3]["mask_mean"] < 0.1 and "mask_mean" not in lines[4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["olmoe", "glm4_moe", "stablelm"])
-def test_other_families_resume_to_the_same_bits_and_two_processes_equal_one(name, inputs, tmp_path):
+@pytest.mark.parametrize(("name", "flags"), [
+    ("llama", ["--masks", "l0-released", "--mask-lr", "0.3"]), ("olmoe", []), ("glm4_moe", []),
+    ("stablelm", [])])
+def test_a_run_resumes_to_the_same_bits_and_two_processes_equal_one(name, flags, inputs, tmp_path):
     """Experts are rows that ranks share; what a router adds is in their checkpoints."""
+    model = save_tiny(tmp_path / "model", **FAMILIES.get(name, {}))
     homes = [tmp_path / part for part in ("aligned", "alone", "stopped", "together")]
-    run("01_calibrate.py", "--run", homes[0], "--model", save_tiny(tmp_path / "model", **FAMILIES[name]),
-        "--text", inputs["text"], "--sequences", 8, "--length", 64)
+    run("01_calibrate.py", "--run", homes[0], *calibrate_arguments(inputs | {"model": model}))
     run("02_similarity.py", "--run", homes[0])
     run("03_group.py", "--run", homes[0], *GROUPING)
     run("04_align.py", "--run", homes[0])
-    words = ["--tasks", inputs["tasks"], *SHARED]
+    words = ["--tasks", inputs["tasks"], *SHARED, *flags]
     copy_run(homes[0], homes[1])
     run(STAGE, "--run", homes[1], *words)
     with_teacher(homes[0], homes[1], homes[2])
@@ -134,9 +113,9 @@ def test_resumed_at_another_world_size(alone, aligned_run, inputs, tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_of_two_equal_one_process(alone, aligned_run, inputs, tmp_path):
-    """HSDP: weights sharded within a node, replicated over nodes."""
+    """HSDP: weights sharded within a node, replicated over nodes, and gradients reduced after every row."""
     home = with_teacher(aligned_run, alone, tmp_path / "run")
-    train_on_two_nodes(home, inputs, *SHARED, processes=2)
+    train_on_two_nodes(home, inputs, *SHARED, "--reduce", "row", processes=2)
     assert_same_training(home, alone)
     shards = {path.name.split("-")[1] for path in saved_files(home)[-1]}
     assert len(shards) >= 2  # more than one rank wrote

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +25,6 @@ from common.models.equivalence import COMPARED
 from common.models.head import product
 from common.models.load import load_model, load_tokenizer
 from common.run.artifact import read_record
-from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.engine import Step, steps
 from common.training.heldout import Heldout, heldout_texts, load_heldout
@@ -46,7 +43,6 @@ from reference import (
 )
 from runs import MEASURED, STAGE, copy_run, expect_error, run, with_teacher
 from runs import TRAINING as TRAINING_FLAGS
-from torchrun import run_script
 
 
 @torch.no_grad()
@@ -133,49 +129,6 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_stud
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path):
-    """Stopped between two measured steps."""
-
-    def interrupt(step) -> None:
-        if step.number == 2:
-            signal.raise_signal(signal.SIGTERM)
-
-    assert half_masked_student(group_of_one, tmp_path, "whole").train(HELDOUT)
-    assert not half_masked_student(group_of_one, tmp_path, "stopped").train(HELDOUT, interrupt)
-    student = half_masked_student(group_of_one, tmp_path, "stopped")
-    checkpoints.load(student.job, saved_checkpoints(student.job.directory)[-1])
-    assert student.job.step == 3 and student.train(HELDOUT)
-    assert lines_of(tmp_path / "stopped") == lines_of(tmp_path / "whole")
-
-
-ON_EVERY_RANK = """
-import json
-import sys
-from pathlib import Path
-
-from common.training.sharding import joined_ranks
-from reference import gqa_student, half_masked_student, measured
-
-home = Path(sys.argv[1])
-with joined_ranks() as ranks:
-    figures = [measured(make(ranks, home)) for make in (gqa_student, half_masked_student)]
-    Path(home, f"figures-{ranks.rank}.json").write_text(json.dumps(figures))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
-def test_sharded_models_have_the_same_metrics(group_of_one, tmp_path, processes):
-    """Ranks have unequal shares of the samples."""
-    alone = [measured(make(group_of_one, tmp_path)) for make in (gqa_student, half_masked_student)]
-    run_script(ON_EVERY_RANK, tmp_path, processes, tmp_path)
-    for rank in range(processes):
-        figures = json.loads(Path(tmp_path, f"figures-{rank}.json").read_text())
-        for ours, theirs in zip(figures, alone, strict=True):
-            assert ours == pytest.approx(theirs, rel=0, abs=1e-5)
-
-
 def test_steps_to_measure_after():
     assert not any(NOTHING.due(step, 10) for step in range(1, 11))
     heldout = replace(HELDOUT, every=4)
@@ -229,11 +182,8 @@ def test_number_of_questions(group_of_one, inputs, tmp_path):
 
     assert count() == count(heldout_questions=99) == 10 and count(heldout_questions=3) == 6
     assert count(heldout_questions=0) == count(tasks=NONE) == 0
-    for name in ("piqa.validation.jsonl", "siqa.train.jsonl"):
-        shutil.copy(Path(inputs["tasks"], name), tmp_path)
+    shutil.copy(Path(inputs["tasks"], "piqa.validation.jsonl"), tmp_path)
     assert count(tasks=str(tmp_path)) == 5
-    os.remove(tmp_path / "piqa.validation.jsonl")
-    assert count(tasks=str(tmp_path)) == 0
 
 
 def test_what_training_or_calibration_reads_is_left_out(inputs, aligned_run, tmp_path, group_of_one, capsys):
