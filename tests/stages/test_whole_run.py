@@ -43,6 +43,7 @@ def test_whole_run(finished_run):
     assert lines[0]["loss"] == pytest.approx(lines[0]["kl"] + lines[0]["bild"], abs=1e-6)
 
     results = read(finished_run / "eval/stage.json")["results"]
+    assert [figures.get("open_masks") for figures in results.values()] == [None, None, lines[7]["open_masks"]]
     assert list(results) == ["teacher", "merged", "gqa"]
     assert results["gqa"]["cache_bytes_per_token"] * 4 == results["teacher"]["cache_bytes_per_token"]
     assert len(results["gqa"]["tasks"]) == 8

@@ -18,7 +18,7 @@ from common.training import checkpoints, engine
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
-from common.training.lines import METRICS, outcome, read_metrics, summarize
+from common.training.lines import METRICS, read_metrics, summarize
 from common.training.metrics import Metrics
 from common.training.packing import build_row, rows_of_step, split_over_ranks
 from common.training.sharding import Ranks, joined_ranks
@@ -212,11 +212,9 @@ def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):
     assert read_metrics(str(path)) == [{"step": 1}, {"step": 2}]
 
 
-def test_the_outcome_of_a_training_in_words_and_its_summary():
-    first = {"loss": 3.0, "tokens": 3.0, "start_heldout_kl": 0.06, "start_heldout_task_kl": 0.2}
-    last = {"loss": 1.0, "tokens": 4.0, "heldout_kl": 0.06, "heldout_task_kl": 0.15}
-    assert outcome([first, last]).startswith("held-out KL of text 0.0600 before, 0.0600 after; of questions")
-    assert "(no better than before: lower --lr" in outcome([first, last | {"heldout_task_kl": 0.2}])
+def test_the_summary_of_a_training():
+    first = {"loss": 3.0, "tokens": 3.0, "start_heldout_kl": 0.06}
+    last = {"loss": 1.0, "tokens": 4.0, "heldout_kl": 0.05}
     assert summarize([first, last]) == {**first, **last, "tokens": 7}
     switch = last | {"open_masks": 2}
     assert summarize([first, switch, last]) == {**first, **last, "tokens": 11, "open_masks": 2}
