@@ -10,6 +10,7 @@ import json
 import os
 import pydoc
 import random
+import resource
 import runpy
 import shutil
 import signal
@@ -244,24 +245,17 @@ def aligned_run(inputs, tmp_path_factory) -> Path:
     return build_run(tmp_path_factory, "aligned", build)
 
 
-def finish(home: Path, aligned_run: Path, inputs: dict[str, str], processes: int) -> None:
-    """Stages 5-7 in a copy of aligned_run."""
-    copy_run(aligned_run, home)
-    run("05_prune_train.py", "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=processes)
-    run("06_export.py", "--run", home)
-    run("07_eval.py", "--run", home, *evaluate_arguments(inputs))
-
-
 @pytest.fixture(scope="session")
 def finished_run(aligned_run, inputs, tmp_path_factory) -> Path:
-    """A run directory after all seven stages, each in one process."""
-    return build_run(tmp_path_factory, "finished", lambda home: finish(home, aligned_run, inputs, 0))
+    """A run directory after all seven stages. Tests that change it copy it first."""
 
+    def build(home):
+        copy_run(aligned_run, home)
+        run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING)
+        run("06_export.py", "--run", home)
+        run("07_eval.py", "--run", home, *evaluate_arguments(inputs))
 
-@pytest.fixture(scope="session")
-def distributed_run(aligned_run, inputs, tmp_path_factory) -> Path:
-    """A run directory after all seven stages, trained on two processes: for slow tests."""
-    return build_run(tmp_path_factory, "distributed", lambda home: finish(home, aligned_run, inputs, 2))
+    return build_run(tmp_path_factory, "finished", build)
 
 
 @pytest.fixture
@@ -375,6 +369,17 @@ def train_on_two_nodes(home, inputs, *arguments, processes: int, visible=("", ""
         for node in nodes:
             if node.poll() is None:
                 kill(node)
+
+
+@contextlib.contextmanager
+def full_disk(size: int):
+    """Context manager: the kernel refuses files of more than so many bytes, also to new processes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # whose signal Python ignores
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def wait_for_step(home, step: int) -> None:

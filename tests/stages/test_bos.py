@@ -1,6 +1,5 @@
 """Sequences and prompts that begin with the begin-of-sequence token, as the tokenizer's own texts do."""
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from common.run.errors import UserError
 from common.training.heldout import heldout_texts, load_heldout
 from common.training.lines import TASK_SET
 from models import END, byte_tokenizer, save_tiny
-from runs import GROUPING, TRAINING, copy_run, digests, expect_error, read, run
+from runs import GROUPING, TRAINING, copy_run, digests, expect_error, read, run, save_lines
 
 SEQUENCES, LENGTH = 6, 24
 ROWS = 60  # of generated text: more tokens than a row begin them
@@ -64,8 +63,7 @@ def home(tmp_path_factory):
     documents = ["".join(draw.choices("abcdefgh ", k=LENGTH - 1)) for _ in range(2 * SEQUENCES)]
     trained = [text for text in documents if in_part(text, TRAIN) and in_part(f"^{text}", TRAIN)]
     for name, begin in (("bare", ""), ("marked", "^")):
-        lines = [json.dumps({"text": begin + document}) + "\n" for document in trained[:SEQUENCES]]
-        (home / f"{name}.jsonl").write_text("".join(lines))
+        save_lines(home / f"{name}.jsonl", [begin + document for document in trained[:SEQUENCES]])
     return home
 
 

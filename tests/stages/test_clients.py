@@ -3,7 +3,6 @@
 Programs: test_harness.py (lm_eval), test_gguf.py (llama.cpp), test_clients_table.py (beside the source).
 """
 
-import json
 import textwrap
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from models import byte_tokenizer, tiny_model
 from related.dha.modeling import DhaConfig, DhaForCausalLM
 from related.skipless.modeling import SkiplessConfig, SkiplessForCausalLM
-from runs import run
+from runs import read, run
 
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
          "head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -43,7 +42,7 @@ def test_stage_7_evaluates_what_the_neighbouring_systems_write(inputs, tmp_path)
     run("07_eval.py", "--run", tmp_path, "--model", tmp_path / "dha", tmp_path / "skipless",
         "--register", "related.dha.modeling", "related.skipless.modeling",
         "--tasks", inputs["tasks"], "--only", "piqa", "--text", "none")
-    results = json.loads((tmp_path / "eval/stage.json").read_text())["results"]
+    results = read(tmp_path / "eval/stage.json")["results"]
     # layers, key and value heads, head_dim, bytes of a float32
     assert results["dha"]["cache_bytes_per_token"] == 3 * (2 + 3) * 8 * 4
     assert results["skipless"]["cache_bytes_per_token"] == 3 * 2 * 8 * 6 * 4

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from runs import (
     assert_same_training,
     calibrate_arguments,
     copy_run,
+    full_disk,
     metrics,
     run,
     saved_files,
@@ -60,6 +60,14 @@ def alone(aligned_run, inputs, tmp_path_factory):
     """
     home = copy_run(aligned_run, tmp_path_factory.mktemp("alone") / "run")
     run(STAGE, "--run", home, "--tasks", inputs["tasks"], *SHARED)
+    return home
+
+
+@pytest.fixture(scope="module")
+def distributed_run(aligned_run, finished_run, inputs, tmp_path_factory):
+    """A run on two processes."""
+    home = with_teacher(aligned_run, finished_run, tmp_path_factory.mktemp("distributed") / "run")
+    run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
     return home
 
 
@@ -185,27 +193,18 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run
 
 @pytest.mark.slow
 def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inputs, tmp_path):
-    """The operating system refuses files of more than 64 KiB, as it would on a full disk."""
     home = with_teacher(aligned_run, distributed_run, tmp_path / "run")
     process = start(home, inputs)
     wait_for_step(home, 4)
     kill(process)
     before = [path.read_bytes() for path in saved_files(home)[-1]]
-
-    def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = start(home, inputs, preexec_fn=limited, **pipes)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, errors
-    assert "cannot be written (" in lines[0] and "GiB free there" in lines[0], errors
-    assert "File too large" in lines[0], errors
+    words = [STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING]
+    with full_disk(1 << 16):
+        error = run(*words, processes=2, fails=True).stderr
+    assert "cannot be written (" in error and "File too large" in error and "GiB free there" in error, error
     assert not list((home / "train").glob(".*.unfinished"))
     assert [path.read_bytes() for path in saved_files(home)[-1]] == before
-    run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
+    run(*words, processes=2)
     assert_same_bits(home, distributed_run)
 
 
@@ -225,7 +224,6 @@ def test_a_signal_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_pa
 # what Slurm's commands do for pipelines/slurm.sh: a process a node, which get srun's signals
 STAND_INS = {
     "scontrol": """if [ "$1" = requeue ]; then echo "$2" >> "$REQUEUED"; exit; fi
-[ -z "${EARLY-}" ] || kill -USR1 "$PPID"
 echo 127.0.0.1
 sleep 0.2  # by then a reader of the first line alone is gone
 echo node-1
@@ -264,17 +262,13 @@ def slurm_job(home, inputs, directory, *arguments, **settings) -> subprocess.Pop
         return subprocess.Popen([*command, *arguments], cwd="/", env=os.environ | job, stdout=log, stderr=log)
 
 
-def test_a_slurm_job_that_is_signaled_before_its_step_is_requeued_without_one(inputs, tmp_path):
-    job = slurm_job(tmp_path / "run", inputs, tmp_path, EARLY="yes")
-    assert job.wait(timeout=60) == 0 and (tmp_path / "requeued").read_text() == "42\n"
-    assert not (tmp_path / "requeued.options").exists()
-
-
 @pytest.mark.slow
 def test_a_slurm_job_is_stopped_before_its_time_is_over_requeued_and_resumed(
     alone, aligned_run, inputs, tmp_path
 ):
-    """To the bits of a job with time enough, which is not requeued. srun is told how many CPUs a task has."""
+    """To the bits of a job with time enough, which is not requeued, nor is one that fails. srun is told how
+    many CPUs a task has.
+    """
     settings, requeued = [*SHARED, "--steps", "40", "--save-steps", "500"], tmp_path / "slurm" / "requeued"
     whole, home = (with_teacher(aligned_run, alone, tmp_path / name) for name in ("whole", "stopped"))
     job = slurm_job(whole, inputs, tmp_path / "slurm", *settings, SLURM_CPUS_PER_TASK="3")
@@ -294,12 +288,7 @@ def test_a_slurm_job_is_stopped_before_its_time_is_over_requeued_and_resumed(
     assert job.wait(timeout=300) == 0 and requeued.read_text() == "42\n"
     assert f"resumes {home}/train after step {done}\n" in log.read_text()
     assert_same_bits(home, whole)
-
-
-@pytest.mark.slow
-def test_a_slurm_job_that_fails_is_not_requeued(aligned_run, inputs, tmp_path):
     for flags in (["--force"], ["--epochs", "0"]):
-        job = slurm_job(aligned_run, inputs, tmp_path / "slurm", *flags)
-        assert job.wait(timeout=120) != 0 and not (tmp_path / "slurm" / "requeued").exists()
-    log = (tmp_path / "slurm" / "log").read_text()
-    assert "error: --force: expected none" in log and "error: --epochs: expected" in log, log
+        job = slurm_job(home, inputs, tmp_path / "slurm", *flags)
+        assert job.wait(timeout=120) != 0 and requeued.read_text() == "42\n"
+        assert f"error: {flags[0]}: expected" in log.read_text(), log.read_text()

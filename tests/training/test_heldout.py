@@ -41,7 +41,7 @@ from reference import (
     half_masked_student,
     measured,
 )
-from runs import MEASURED, STAGE, copy_run, expect_error, run, with_teacher
+from runs import MEASURED, STAGE, copy_run, expect_error, run, save_lines, valid_record, with_teacher
 from runs import TRAINING as TRAINING_FLAGS
 
 
@@ -186,10 +186,9 @@ def test_number_of_questions(group_of_one, inputs, tmp_path):
     assert count(tasks=str(tmp_path)) == 5
 
 
-def test_what_training_or_calibration_reads_is_left_out(inputs, aligned_run, tmp_path, group_of_one, capsys):
+def test_what_training_or_calibration_reads_is_left_out(inputs, tmp_path, group_of_one, capsys):
     """Of a file for --heldout-text: blocks of a text, and documents of a table that calibration has read."""
-    home, table = copy_run(aligned_run, tmp_path / "run"), tmp_path / "table.jsonl"
-    origin = DataContext(inputs["model"], str(home), "cpu", group_of_one)
+    origin = DataContext(inputs["model"], str(tmp_path), "cpu", group_of_one)
     sources = Sources(text=[inputs["text"]], text_length=8, heldout_sequences=5)
     apart = "".join(parse_source(inputs["text"]).contents(documents.HELDOUT))
     tokenizer = load_tokenizer(inputs["model"])
@@ -198,12 +197,12 @@ def test_what_training_or_calibration_reads_is_left_out(inputs, aligned_run, tmp
     assert "blocks that training or calibration reads" in capsys.readouterr().out
     rows = [f"{number} is read " * 9 for number in range(99)]
     rows = [row for row in rows if in_part(row, TRAIN)][:2] + ["for neither " * 40]
-    table.write_text("".join(json.dumps({"text": document}) + "\n" for document in rows))
-    (tmp_path / "train.jsonl").write_text("".join(table.read_text().splitlines(keepends=True)[:2]))
-    record = json.loads((home / "calibration/stage.json").read_text())
-    record["arguments"]["text"] = str(tmp_path / "train.jsonl")
-    (home / "calibration/stage.json").write_text(json.dumps(record))
-    texts = heldout_texts(replace(sources, text=(), heldout_text=str(table)), origin)
+    table = save_lines(tmp_path / "table.jsonl", rows)
+    record = valid_record("01_calibrate.py")
+    record["arguments"]["text"] = save_lines(tmp_path / "train.jsonl", rows[:2])
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration/stage.json").write_text(json.dumps(record))
+    texts = heldout_texts(replace(sources, text=(), heldout_text=table), origin)
     assert sum((sample.prompt for sample in texts), []) == tokenizer(rows[2])["input_ids"][:80]
 
 

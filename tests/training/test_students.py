@@ -9,7 +9,6 @@ import torch
 from common.data.pool import Pool
 from common.method import masks, released_masks
 from common.models import blending
-from common.models.weights import open_checkpoint
 from common.run.errors import UserError
 from common.training import checkpoints, students
 from common.training.attention import Trainee
@@ -21,7 +20,7 @@ from common.training.settings import Schedules
 from common.training.sharding import Execution
 from common.training.students import Rates
 from models import tiny_model
-from reference import NOTHING, SCHEDULE, Student, masked_student, rates, saved_pair, stage5, teacher_of
+from reference import NOTHING, SCHEDULE, masked_student, rates, saved_pair, stage5
 
 
 @pytest.mark.parametrize("rest", [1.0, 0.25])
@@ -84,30 +83,6 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
             assert parameter.dtype == (torch.bfloat16 if name in frozen else torch.float32), name  # as stored
         weights = job.optimizer.param_groups[0]
         assert (weights["betas"], weights["weight_decay"]) == ((0.9, 0.9), 0.5)
-
-
-@pytest.mark.slow
-def test_frozen_weights_as_stored_train_the_same_bits(group_of_one, tmp_path, monkeypatch):
-    """In bfloat16, against frozen weights in float32; what is trained is float32 in both."""
-    pair, execution = saved_pair(tmp_path, dtype=torch.float16), Execution(compute=torch.bfloat16)
-    freeze, teacher = students.freeze, teacher_of(group_of_one, tmp_path, execution)
-    trained = []
-    for kept in (torch.float16, torch.float32):
-        monkeypatch.setattr(students, "freeze", lambda *arguments, kept=kept: freeze(*arguments[:2], kept))
-        student = students.gqa_student(pair, group_of_one, execution, fresh=True, train="attention")
-        for name, parameter in student.net.named_parameters():
-            assert parameter.dtype == (torch.float32 if ".self_attn." in name else kept), name
-        optimizer = students.student_optimizer(student, Rates(1e-2, 0.999, 0.1), pair.blended)
-        home = tmp_path / str(kept)
-        home.mkdir()
-        assert Student(Job(student, optimizer, str(home), group_of_one), teacher).train()
-        trained.append(checkpoints.whole_weights(checkpoints.saved_checkpoints(str(home))[-1]))
-    first, second = trained
-    assert first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor.float(), second[name].float()), name
-    moved = "model.layers.1.self_attn.q_proj.weight"
-    assert not torch.equal(first[moved], open_checkpoint(pair.merged)[moved][:].float())
 
 
 def test_the_size_of_released_masks_is_saved_and_not_trained(group_of_one, tmp_path):
