@@ -22,7 +22,8 @@ def wide_run(inputs, tmp_path_factory):
 
 
 def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs):
-    run("06_export.py", "--run", wide_run, "--untrained", "--name", "plain")
+    printed = run("06_export.py", "--run", wide_run, "--untrained", "--name", "plain").stdout
+    assert "export, loaded back as torch.float32: max |logit difference| 0.00e+00" in printed
     run("06_export.py", "--run", wide_run, "--untrained", "--cache-basis", "halves")
     errors = read(wide_run / "gqa/stage.json")["summary"]["cache_basis"]
     assert errors.pop("layout") == "halves" and errors.keys() == {"keys", "values"}

@@ -104,10 +104,11 @@ def test_the_size_of_released_masks_is_saved_and_not_trained(group_of_one, tmp_p
     assert again.trainee.replicated["mask_size"] == 0.25
 
 
-def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_path):
+@pytest.mark.parametrize("blended", [blending.KEY_VALUE, blending.WHOLE_HEAD])
+def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_path, blended):
     """A masked student after some steps of Adam, saved and loaded as the GQA model: the same weights and the
     same AdamW state where there is a counterpart, nothing else."""
-    pair, weights = saved_pair(tmp_path, bias=True), Rates(1e-3, 0.999, 0.0, merged_lr_factor=2)
+    pair, weights = saved_pair(tmp_path, blended, bias=True), Rates(1e-3, 0.999, 0.0, merged_lr_factor=2)
     student = students.masked_student(pair, group_of_one, Execution(), "l0", seed=0, fresh=False)
     assert torch.equal(student.replicated["log_alpha"].detach(), torch.full((3, 8), masks.START))
     optimizer = students.masked_optimizer(student, weights, "l0", mask_lr=1e-2)
@@ -123,13 +124,13 @@ def test_switch_frees_what_masks_needed_and_keeps_the_rest(group_of_one, tmp_pat
     student = students.gqa_student(pair, group_of_one, Execution(), fresh=False)
     optimizer = students.student_optimizer(student, weights, pair.blended)
     gqa = Job(student, optimizer, str(tmp_path), group_of_one)
-    with pytest.raises(UserError, match=r"Missing key in checkpoint state_dict: optimizer\..*k_proj\.bias"):
+    with pytest.raises(UserError, match=r"Missing key in checkpoint state_dict: optimizer\..*_proj\.bias"):
         checkpoints.load(gqa, saved)  # names as they are do not lead to the shared projections
     checkpoints.load(gqa, saved, lambda name: blending.blended_name(name, pair.blended))
     assert gqa.step == 3
     before = dict(masked.trainee.named_parameters())
     for name, parameter in gqa.trainee.named_parameters():
-        source = before[re.sub(r"([kv]_proj)\.", r"\1.merged.", name)]
+        source = before[re.sub(rf"({'|'.join(blended)})\.", r"\1.merged.", name)]
         assert torch.equal(parameter.to_local(), source.to_local()), name
         for kind, tensor in masked.optimizer.state[source].items():
             ours = gqa.optimizer.state[parameter][kind]
