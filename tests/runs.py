@@ -232,17 +232,19 @@ def inputs(tmp_path_factory) -> dict[str, str]:
     return {"model": str(home / "model"), "text": str(home / "text.txt"), "tasks": str(home / "tasks")}
 
 
+def align(home, inputs: dict[str, str]) -> Path:
+    """Stages 1-4 in a run directory."""
+    run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs))
+    run("02_similarity.py", "--run", home, "--energy")
+    run("03_group.py", "--run", home, *GROUPING)
+    run("04_align.py", "--run", home)
+    return home
+
+
 @pytest.fixture(scope="session")
 def aligned_run(inputs, tmp_path_factory) -> Path:
     """A run directory after stages 1-4. Tests that change it copy it first."""
-
-    def build(home):
-        run("01_calibrate.py", "--run", home, *calibrate_arguments(inputs))
-        run("02_similarity.py", "--run", home, "--energy")
-        run("03_group.py", "--run", home, *GROUPING)
-        run("04_align.py", "--run", home)
-
-    return build_run(tmp_path_factory, "aligned", build)
+    return build_run(tmp_path_factory, "aligned", lambda home: align(home, inputs))
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from common.run.artifact import read_record
 from common.run.errors import UserError
 from models import save_tiny, tiny_model
 from reference import merge_model
-from runs import calibrated_layer, checkpoint_digests, copy_run, expect_error, read, run
+from runs import align, calibrated_layer, checkpoint_digests, copy_run, expect_error, read, run
 
 stage4 = importlib.import_module("04_align")
 NORM = "layernorm"
@@ -168,12 +168,7 @@ def bf16_run(inputs, tmp_path_factory) -> Path:
     model = save_tiny(home / "model", dtype=torch.bfloat16, bias=True)
     norms = {name: tensor for name, tensor in tiny_model(bias=True).state_dict().items() if NORM in name}
     save_file(weights(home / "model") | norms, home / "model" / "model.safetensors", {"format": "pt"})
-    text = ["--text", inputs["text"], "--sequences", 4, "--length", 64]
-    run("01_calibrate.py", "--run", home, "--model", model, *text)
-    run("02_similarity.py", "--run", home)
-    run("03_group.py", "--run", home, "--kv-heads", 2, "--by", "none")
-    run("04_align.py", "--run", home)
-    return home
+    return align(home / "run", inputs | {"model": model})
 
 
 @pytest.mark.slow

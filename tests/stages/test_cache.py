@@ -4,7 +4,7 @@ import pytest
 
 from common.models.quantized_cache import LAYOUTS
 from models import save_tiny
-from runs import calibrate_arguments, digests, evaluate_arguments, read, run
+from runs import align, digests, evaluate_arguments, read, run
 
 pytestmark = pytest.mark.slow
 
@@ -13,12 +13,8 @@ pytestmark = pytest.mark.slow
 def wide_run(inputs, tmp_path_factory):
     """A run directory with merged/ of a model whose heads consist of blocks."""
     home = tmp_path_factory.mktemp("wide") / "run"
-    wide = inputs | {"model": save_tiny(home.parent / "model", head_dim=64, num_key_value_heads=4)}
-    run("01_calibrate.py", "--run", home, *calibrate_arguments(wide))
-    run("02_similarity.py", "--run", home)
-    run("03_group.py", "--run", home, "--kv-heads", 2)
-    run("04_align.py", "--run", home)
-    return home
+    model = save_tiny(home.parent / "model", head_dim=64, num_key_value_heads=4)
+    return align(home, inputs | {"model": model})
 
 
 def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs):

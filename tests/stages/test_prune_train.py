@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import shutil
 import signal
 import weakref
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from safetensors.torch import load_file
 from common.data import pool
 from common.data.pool import Sources, load_tasks
 from common.models.load import load_model, load_tokenizer
-from common.run.artifact import write_record
 from common.run.errors import UserError
 from common.training import checkpoints, sharding
 from common.training.engine import STOPPED
@@ -95,17 +93,6 @@ def test_a_teacher_learns_by_its_own_schedule_and_is_freed_before_the_student_is
     finally:
         gc.enable()
     assert given == ["of the teacher", "its own", "on GPUs"]
-
-
-@pytest.mark.slow
-def test_a_training_goes_on_with_its_own_teacher_alone(finished_run, inputs, tmp_path):
-    home = copy_run(finished_run, tmp_path / "run")
-    other = shutil.copytree(home / "teacher", tmp_path / "other")
-    with open(other / "config.json", "a") as config:
-        config.write("\n")
-    write_record(str(other), read(other / "stage.json"))
-    expect_error("was started with other settings (teacher ", STAGE,
-                 *train_arguments(home, inputs, "--teacher", other))
 
 
 @pytest.mark.parametrize("step, number", [

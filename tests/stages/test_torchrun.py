@@ -17,12 +17,11 @@ from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints
 from models import FAMILIES, save_tiny
 from runs import (
-    GROUPING,
     STAGE,
     TRAINING,
+    align,
     assert_same_bits,
     assert_same_training,
-    calibrate_arguments,
     copy_run,
     full_disk,
     metrics,
@@ -50,6 +49,10 @@ def test_no_flag_but_run_abbreviates_an_option_of_torchrun(command):
         assert not [option for option in options if option.startswith(flag)], flag
 
 
+def train(home, inputs, *flags, **options):
+    return run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *flags, **options)
+
+
 @pytest.fixture(scope="module")
 def alone(aligned_run, inputs, tmp_path_factory):
     """A run on one process. Others are compared with it under the same teacher and for few steps: BiLD's
@@ -57,7 +60,7 @@ def alone(aligned_run, inputs, tmp_path_factory):
     1e-4.
     """
     home = copy_run(aligned_run, tmp_path_factory.mktemp("alone") / "run")
-    run(STAGE, "--run", home, "--tasks", inputs["tasks"], *SHARED)
+    train(home, inputs, *SHARED)
     return home
 
 
@@ -65,7 +68,7 @@ def alone(aligned_run, inputs, tmp_path_factory):
 def distributed_run(aligned_run, finished_run, inputs, tmp_path_factory):
     """A run on two processes."""
     home = with_teacher(aligned_run, finished_run, tmp_path_factory.mktemp("distributed") / "run")
-    run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
+    train(home, inputs, *TRAINING, processes=2)
     return home
 
 
@@ -75,22 +78,16 @@ def distributed_run(aligned_run, finished_run, inputs, tmp_path_factory):
     ("stablelm", [])])
 def test_a_run_resumes_to_the_same_bits_and_two_processes_equal_one(name, flags, inputs, tmp_path):
     """Experts are rows that ranks share; what a router adds is in their checkpoints."""
-    model = save_tiny(tmp_path / "model", **FAMILIES.get(name, {}))
-    homes = [tmp_path / part for part in ("aligned", "alone", "stopped", "together")]
-    run("01_calibrate.py", "--run", homes[0], *calibrate_arguments(inputs | {"model": model}))
-    run("02_similarity.py", "--run", homes[0])
-    run("03_group.py", "--run", homes[0], *GROUPING)
-    run("04_align.py", "--run", homes[0])
-    words = ["--tasks", inputs["tasks"], *SHARED, *flags]
-    copy_run(homes[0], homes[1])
-    run(STAGE, "--run", homes[1], *words)
-    with_teacher(homes[0], homes[1], homes[2])
-    stop(2, "--run", homes[2], *words)
-    assert "after step 3\n" in run(STAGE, "--run", homes[2], *words).stdout
-    assert_same_bits(homes[2], homes[1])
-    with_teacher(homes[0], homes[1], homes[3])
-    run(STAGE, "--run-dir", homes[3], *words, processes=2)
-    assert_same_training(homes[3], homes[1])
+    model, words = save_tiny(tmp_path / "model", **FAMILIES.get(name, {})), [*SHARED, *flags]
+    aligned = align(tmp_path / "aligned", inputs | {"model": model})
+    alone = copy_run(aligned, tmp_path / "alone")
+    train(alone, inputs, *words)
+    stopped, together = (with_teacher(aligned, alone, tmp_path / name) for name in ("stopped", "together"))
+    stop(2, "--run", stopped, "--tasks", inputs["tasks"], *words)
+    assert "after step 3\n" in train(stopped, inputs, *words).stdout
+    assert_same_bits(stopped, alone)
+    train(together, inputs, *words, processes=2)
+    assert_same_training(together, alone)
 
 
 @pytest.mark.slow
@@ -103,8 +100,7 @@ def test_resumed_at_another_world_size(alone, aligned_run, inputs, tmp_path):
         process = start(home, inputs, *SHARED, processes=first)
         wait_for_step(home, 4)  # after the checkpoint of step 3
         kill(process)
-        done = run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *SHARED, processes=then)
-        assert "resumes" in done.stdout
+        assert "resumes" in train(home, inputs, *SHARED, processes=then).stdout
         assert_same_training(home, alone)
 
 
@@ -126,7 +122,7 @@ def test_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path, count)
     settings = [*TRAINING, "--steps", "40", "--save-steps", "1"]
     quiet = with_teacher(aligned_run, distributed_run, tmp_path / "quiet")
     home = with_teacher(aligned_run, distributed_run, tmp_path / "killed")
-    run(STAGE, "--run-dir", quiet, "--tasks", inputs["tasks"], *settings, processes=2)
+    train(quiet, inputs, *settings, processes=2)
     kills, draw = 0, random.Random(0)
     while kills < count:
         done = len(metrics(home)) if (home / "train" / "metrics.jsonl").exists() else 0
@@ -141,7 +137,7 @@ def test_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path, count)
             os.kill(draw.choice(ranks_of(process)), signal.SIGKILL)
             assert process.wait() != 0
         kills += 1
-    run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *settings, processes=2)
+    train(home, inputs, *settings, processes=2)
     assert kills == count
     assert_same_bits(home, quiet)
 
@@ -174,7 +170,7 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run
     file.write_bytes(file.read_bytes()[:-100])
     done = run("06_export.py", "--run", home, "--force", fails=True)
     assert "train not found" in done.stderr or "expected the record" in done.stderr
-    done = run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
+    done = train(home, inputs, *TRAINING, processes=2)
     assert "damaged" in done.stdout and "after step 9\n" in done.stdout and "switch" not in done.stdout
     assert (home / "train" / "step-00000010.damaged-1").is_dir()
     assert_same_bits(home, distributed_run)
@@ -187,13 +183,12 @@ def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inpu
     wait_for_step(home, 4)
     kill(process)
     before = [path.read_bytes() for path in saved_files(home)[-1]]
-    words = [STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING]
     with full_disk(1 << 16):
-        error = run(*words, processes=2, fails=True).stderr
+        error = train(home, inputs, *TRAINING, processes=2, fails=True).stderr
     assert "cannot be written (" in error and "File too large" in error and "GiB free there" in error, error
     assert not list((home / "train").glob(".*.unfinished"))
     assert [path.read_bytes() for path in saved_files(home)[-1]] == before
-    run(*words, processes=2)
+    train(home, inputs, *TRAINING, processes=2)
     assert_same_bits(home, distributed_run)
 
 
