@@ -253,7 +253,7 @@ def finished_run(aligned_run, inputs, tmp_path_factory) -> Path:
 
     def build(home):
         copy_run(aligned_run, home)
-        run("05_prune_train.py", "--run", home, "--tasks", inputs["tasks"], *TRAINING)
+        train(home, inputs)
         run("06_export.py", "--run", home)
         run("07_eval.py", "--run", home, *evaluate_arguments(inputs))
 
@@ -319,8 +319,14 @@ def with_teacher(source, trained, home):
     return home
 
 
-def train_arguments(home, inputs, *arguments) -> list:
-    return ["--run", home, "--tasks", inputs["tasks"], *TRAINING, *arguments]
+def train_arguments(home, inputs, *flags) -> list[str]:
+    """The words after stage 5's name: TRAINING on the tasks, and more flags."""
+    return [*map(str, ("--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, *flags))]
+
+
+def train(home, inputs, *flags, **options) -> subprocess.CompletedProcess:
+    """Stage 5, TRAINING on the tasks. flags: more of them; options: of run."""
+    return run(STAGE, *train_arguments(home, inputs, *flags), **options)
 
 
 def interrupt(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
@@ -342,23 +348,20 @@ def stop(step: int, *arguments, number: int = signal.SIGTERM) -> subprocess.Comp
         return run(STAGE, *arguments, code=75)
 
 
-def start(home, inputs, *arguments, processes: int = 2, options=(), **pipes) -> subprocess.Popen:
-    """Stage 5, under torchrun with these options if there are processes. pipes: of subprocess.Popen."""
-    command = [*launcher(processes, *options), str(ROOT / STAGE), "--run-dir", str(home)]
-    command += ["--tasks", inputs["tasks"], *(arguments or TRAINING)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command, cwd=ROOT, **(quiet | pipes))
+def start(home, inputs, *flags, processes: int = 2, options=()) -> subprocess.Popen:
+    """The same in the background, under torchrun with these options if there are processes."""
+    command = [*launcher(processes, *options), str(ROOT / STAGE), *train_arguments(home, inputs, *flags)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def train_on_two_nodes(home, inputs, *arguments, processes: int, visible=("", "")) -> None:
-    """Stage 5 under two launchers of so many processes, each of which sees its own GPUs, or none."""
+def train_on_two_nodes(home, inputs, *flags, processes: int, visible=("", "")) -> None:
+    """The same under two launchers of so many processes, each of which sees its own GPUs, or none."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1",
              "--master-port", port, "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
-    command = [str(ROOT / STAGE), "--run-dir", str(home), "--tasks", inputs["tasks"], *arguments]
-    nodes = []
+    command, nodes = [str(ROOT / STAGE), *train_arguments(home, inputs, *flags)], []
     for node, gpus in enumerate(visible):
         nodes.append(subprocess.Popen([*words, "--node-rank", str(node), *command], cwd=ROOT,
                                       env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus},

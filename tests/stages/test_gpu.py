@@ -39,7 +39,6 @@ from reference import SCHEDULE, gqa_student, half_masked_student, random_samples
 from runs import (
     GROUPING,
     STAGE,
-    TRAINING,
     assert_same_bits,
     assert_same_training,
     calibrate_arguments,
@@ -52,6 +51,7 @@ from runs import (
     metrics,
     read,
     start,
+    train_arguments,
     train_on_two_nodes,
     wait_for_step,
     with_teacher,
@@ -62,7 +62,7 @@ DEVICE = StandIn("cpu") if os.environ.get("GPU_TESTS_ON") == "cpu" else "cuda"
 GPUS = torch.cuda.device_count() or 2  # ranks of a run on all GPUs; on a CPU two
 LAYERS = range(3)
 TOKENS = torch.randint(0, 256, (4, 60), generator=torch.Generator().manual_seed(5))
-FEW = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
+FEW = ["--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
 IN_FLOAT32 = [*FEW, "--dtype", "float32"]
 LONG = [*FEW, "--steps", "40", "--deterministic"]
 # Of the loss: weights and activations are rounded to 2^-9. Rounding also decides which of two near logits is
@@ -103,7 +103,7 @@ def calibrated(request, sources, tmp_path_factory) -> tuple:
 
 
 def train(home, inputs: dict[str, str], *flags, **options):
-    return run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *flags, **{"device": DEVICE} | options)
+    return run(STAGE, *train_arguments(home, inputs, *flags), **{"device": DEVICE} | options)
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ def words_of(command: str, home: Path, inputs: dict[str, str]) -> list:
     ("04 --force --key-context 20", "--key-context: expected --merge closed-form with it, found mean"),
     ("05 --compile --deterministic", "--deterministic: expected no --compile, whose kernels depend on"),
     ("05 --lr 2e-3", "lr 0.001 -> 0.002"),
+    ("05 --name b --text demo --text-length 8 --heldout-text missing.txt", "text missing.txt: not found"),
     ("05 --teacher source", "was started with other settings (teacher "),
     ("05 --teacher-lr 2e-3", "/teacher was trained with other settings (lr 0.001 -> 0.002"),
     ("05 --teacher RUN/train", "--teacher: expected another directory than the student's"),

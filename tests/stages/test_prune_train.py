@@ -27,8 +27,8 @@ from runs import (
     expect_error,
     interrupt,
     read,
-    run,
     stop,
+    train,
     train_arguments,
     with_teacher,
 )
@@ -66,7 +66,7 @@ def test_force_moves_trainings_aside_but_no_teacher_that_is_given(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
     interrupt(monkeypatch, 0)
     words = ["--force", "--teacher", home / "teacher"] if given else ["--force"]
-    run(STAGE, *train_arguments(home, inputs, *words), code=STOPPED if moved else 0)
+    train(home, inputs, *words, code=STOPPED if moved else 0)
     assert {path.name for path in home.glob("*.old*")} == moved | {"train.old-1"}
 
 
@@ -107,13 +107,12 @@ def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
     the rows that it began with.
     """
     home = with_teacher(aligned_run, finished_run, tmp_path / "run [1]")  # glob characters
-    command = train_arguments(home, inputs)
-    longer = "--tokens-per-microbatch", 4096
-    assert f"stopped by a signal after step {step + 1}" in stop(step, *command, *longer, number=number).stdout
-    done = run(STAGE, *command)
+    longer = train_arguments(home, inputs, "--tokens-per-microbatch", 4096)
+    assert f"stopped by a signal after step {step + 1}" in stop(step, *longer, number=number).stdout
+    done = train(home, inputs)
     assert f"resumes {home / 'train'} after step {step + 1}\n" in done.stdout
     assert_same_bits(home, finished_run)
-    assert "--force starts over" in run(STAGE, *command).stdout
+    assert "--force starts over" in train(home, inputs).stdout
 
 
 def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inputs, tmp_path, monkeypatch):
@@ -125,7 +124,7 @@ def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inp
         return original(*arguments)
 
     monkeypatch.setattr(pool, "tokenize", interrupting)
-    done = run(STAGE, *train_arguments(home, inputs), code=130)
+    done = train(home, inputs, code=130)
     assert done.stderr == "interrupted: unfinished output was removed, checkpoints are kept\n"
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
     assert not list(home.glob(".*lock"))
@@ -142,7 +141,7 @@ def test_a_teacher_in_the_making_is_continued_to_the_same_bits_and_for_no_other_
     path.write_text(json.dumps(read(path) | {"source": "another"}))
     expect_error("source", STAGE, *train_arguments(home, inputs))
     path.write_text(settings)
-    done = run(STAGE, *train_arguments(home, inputs))
+    done = train(home, inputs)
     assert f"resumes {home / 'teacher.train'} after step 2\n" in done.stdout
     ours, theirs = (load_file(place / "teacher" / "model.safetensors") for place in (home, finished_run))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())

@@ -17,8 +17,6 @@ from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints
 from models import FAMILIES, save_tiny
 from runs import (
-    STAGE,
-    TRAINING,
     align,
     assert_same_bits,
     assert_same_training,
@@ -29,13 +27,15 @@ from runs import (
     saved_files,
     start,
     stop,
+    train,
+    train_arguments,
     train_on_two_nodes,
     wait_for_step,
     with_teacher,
 )
 from torchrun import ROOT, kill, ranks_of, run_script
 
-SHARED = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
+SHARED = ["--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
 
 
 @pytest.mark.parametrize("command", ["05_prune_train.py", "related/dha/search.py", "related/dha/fuse.py",
@@ -47,10 +47,6 @@ def test_no_flag_but_run_abbreviates_an_option_of_torchrun(command):
     assert {"--run", "--force", "--steps"} <= flags
     for flag in flags - {"--run"}:
         assert not [option for option in options if option.startswith(flag)], flag
-
-
-def train(home, inputs, *flags, **options):
-    return run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *flags, **options)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +64,7 @@ def alone(aligned_run, inputs, tmp_path_factory):
 def distributed_run(aligned_run, finished_run, inputs, tmp_path_factory):
     """A run on two processes."""
     home = with_teacher(aligned_run, finished_run, tmp_path_factory.mktemp("distributed") / "run")
-    train(home, inputs, *TRAINING, processes=2)
+    train(home, inputs, processes=2)
     return home
 
 
@@ -83,7 +79,7 @@ def test_a_run_resumes_to_the_same_bits_and_two_processes_equal_one(name, flags,
     alone = copy_run(aligned, tmp_path / "alone")
     train(alone, inputs, *words)
     stopped, together = (with_teacher(aligned, alone, tmp_path / name) for name in ("stopped", "together"))
-    stop(2, "--run", stopped, "--tasks", inputs["tasks"], *words)
+    stop(2, *train_arguments(stopped, inputs, *words))
     assert "after step 3\n" in train(stopped, inputs, *words).stdout
     assert_same_bits(stopped, alone)
     train(together, inputs, *words, processes=2)
@@ -119,7 +115,7 @@ def test_two_nodes_of_two_equal_one_process(alone, aligned_run, inputs, tmp_path
 ])  # fmt: skip
 def test_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path, count):
     """One rank or all of them, killed at random moments; the run ends as one that was left alone."""
-    settings = [*TRAINING, "--steps", "40", "--save-steps", "1"]
+    settings = ["--steps", "40", "--save-steps", "1"]
     quiet = with_teacher(aligned_run, distributed_run, tmp_path / "quiet")
     home = with_teacher(aligned_run, distributed_run, tmp_path / "killed")
     train(quiet, inputs, *settings, processes=2)
@@ -170,7 +166,7 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run
     file.write_bytes(file.read_bytes()[:-100])
     done = run("06_export.py", "--run", home, "--force", fails=True)
     assert "train not found" in done.stderr or "expected the record" in done.stderr
-    done = train(home, inputs, *TRAINING, processes=2)
+    done = train(home, inputs, processes=2)
     assert "damaged" in done.stdout and "after step 9\n" in done.stdout and "switch" not in done.stdout
     assert (home / "train" / "step-00000010.damaged-1").is_dir()
     assert_same_bits(home, distributed_run)
@@ -184,11 +180,11 @@ def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inpu
     kill(process)
     before = [path.read_bytes() for path in saved_files(home)[-1]]
     with full_disk(1 << 16):
-        error = train(home, inputs, *TRAINING, processes=2, fails=True).stderr
+        error = train(home, inputs, processes=2, fails=True).stderr
     assert "cannot be written (" in error and "File too large" in error and "GiB free there" in error, error
     assert not list((home / "train").glob(".*.unfinished"))
     assert [path.read_bytes() for path in saved_files(home)[-1]] == before
-    train(home, inputs, *TRAINING, processes=2)
+    train(home, inputs, processes=2)
     assert_same_bits(home, distributed_run)
 
 
@@ -196,7 +192,7 @@ def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inpu
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_path, number):
     home = with_teacher(aligned_run, distributed_run, tmp_path / "run")
-    process = start(home, inputs, *TRAINING, "--steps", "2000", "--save-steps", "5000",
+    process = start(home, inputs, "--steps", "2000", "--save-steps", "5000",
                     options=["--signals-to-handle", "SIGTERM,SIGUSR1"])
     wait_for_step(home, 2)
     process.send_signal(number)
@@ -225,7 +221,7 @@ exit "$code"
 }
 
 
-def slurm_job(home, inputs, directory, *arguments, **settings) -> subprocess.Popen:
+def slurm_job(home, inputs, directory, *flags, **settings) -> subprocess.Popen:
     """pipelines/slurm.sh as a job of two nodes of one process each, with stand-ins for Slurm's commands.
 
     settings: more variables of its environment.
@@ -241,9 +237,9 @@ def slurm_job(home, inputs, directory, *arguments, **settings) -> subprocess.Pop
            "SLURM_SUBMIT_DIR": str(ROOT), "NPROC": "1", "PORT": port, "PYTHON": sys.executable,
            "REQUEUED": str(directory / "requeued"), "PET_LOCAL_ADDR": "127.0.0.1",
            "PATH": f"{directory}:{os.environ['PATH']}"} | settings
-    command = ["bash", ROOT / "pipelines" / "slurm.sh", "--run-dir", home, "--tasks", inputs["tasks"]]
+    command = ["bash", ROOT / "pipelines" / "slurm.sh", *train_arguments(home, inputs, *flags)]
     with open(directory / "log", "a") as log:
-        return subprocess.Popen([*command, *arguments], cwd="/", env=os.environ | job, stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd="/", env=os.environ | job, stdout=log, stderr=log)
 
 
 @pytest.mark.slow

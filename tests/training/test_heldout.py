@@ -25,6 +25,7 @@ from common.models.equivalence import COMPARED
 from common.models.head import product
 from common.models.load import load_model, load_tokenizer
 from common.run.artifact import read_record
+from common.run.errors import UserError
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.engine import Step, steps
 from common.training.heldout import Heldout, heldout_texts, load_heldout
@@ -41,8 +42,7 @@ from reference import (
     half_masked_student,
     measured,
 )
-from runs import MEASURED, STAGE, copy_run, expect_error, run, save_lines, valid_record, with_teacher
-from runs import TRAINING as TRAINING_FLAGS
+from runs import MEASURED, STAGE, save_lines, train, valid_record, with_teacher
 
 
 @torch.no_grad()
@@ -170,6 +170,8 @@ def test_what_is_held_out(group_of_one, inputs, tmp_path):
                 for example in load_task(task, "validation", inputs["tasks"])[0][:2]]
     assert heldout.sets[TASK_SET] == [tokenize(example, tokenizer) for example in examples]
     text = Sample((1, 2, 3))
+    with pytest.raises(UserError, match="--heldout-questions 2: expected --tasks with it"):
+        kept_out(inputs, group_of_one, tasks=NONE, heldout_questions=2)
     single = kept_out(inputs, group_of_one, texts=[text], tasks=NONE)
     assert single.sets == {TEXT_SET: [text]} and single.left is None
 
@@ -194,6 +196,9 @@ def test_what_training_or_calibration_reads_is_left_out(inputs, tmp_path, group_
     tokenizer = load_tokenizer(inputs["model"])
     texts = heldout_texts(replace(sources, heldout_text=inputs["text"]), origin)
     assert sum((sample.prompt for sample in texts), []) == tokenizer(apart)["input_ids"][:80]
+    (tmp_path / "copy.txt").write_text("".join(parse_source(inputs["text"]).contents(TRAIN)))
+    with pytest.raises(UserError, match="/copy.txt: expected text that training and calibration do not read"):
+        heldout_texts(replace(sources, heldout_text=str(tmp_path / "copy.txt")), origin)
     assert "blocks that training or calibration reads" in capsys.readouterr().out
     rows = [f"{number} is read " * 9 for number in range(99)]
     rows = [row for row in rows if in_part(row, TRAIN)][:2] + ["for neither " * 40]
@@ -206,29 +211,13 @@ def test_what_training_or_calibration_reads_is_left_out(inputs, tmp_path, group_
     assert sum((sample.prompt for sample in texts), []) == tokenizer(rows[2])["input_ids"][:80]
 
 
-@pytest.mark.parametrize("words, message", [
-    ("--tasks none --text TEXT --heldout-text missing.txt", "text missing.txt: not found"),
-    ("--tasks none --text TEXT --heldout-text COPY",
-     "/copy.txt: expected text that training and calibration do not read, found all of it in "),
-    ("--tasks none --text TEXT --heldout-questions 5", "--heldout-questions 5: expected --tasks with it"),
-])  # fmt: skip
-def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs, tmp_path, words, message):
-    home = copy_run(aligned_run, tmp_path / "run")
-    (tmp_path / "copy.txt").write_text("".join(parse_source(inputs["text"]).contents(TRAIN)))
-    places = {"TEXT": inputs["text"], "COPY": tmp_path / "copy.txt"}
-    flags = [places.get(word, word) for word in words.split()]
-    expect_error(message, STAGE, "--run", home, *TRAINING_FLAGS, *flags)
-    assert not (home / "train").exists() and not (home / "teacher.train").exists()
-    assert "missing.txt" not in words or not (home / "tokens").exists()  # before --text is tokenized
-
-
 @pytest.mark.slow
 def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run, inputs, tmp_path):
     """The held-out loss of the last line is what the exported checkpoint has on the same tokens: those of the
     text that calibration has not read."""
     home = with_teacher(aligned_run, finished_run, tmp_path / "run")
-    run(STAGE, "--run", home, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--steps", "3", "--masks", "off",
-        "--heldout-text", inputs["text"], "--heldout-sequences", "4", "--heldout-every", "2")
+    train(home, inputs, "--steps", 3, "--masks", "off",
+          "--heldout-text", inputs["text"], "--heldout-sequences", 4, "--heldout-every", 2)
     lines = read_metrics(str(home / "train" / METRICS))
     assert [line["step"] for line in lines if f"{TEXT_SET}_loss" in line] == [1, 2, 3]
     student = load_model(str(home / "merged"))
