@@ -33,7 +33,7 @@ from runs import (
     wait_for_step,
     with_teacher,
 )
-from torchrun import ROOT, kill, ranks_of, run_script
+from torchrun import ROOT, kill, launcher, ranks_of
 
 SHARED = ["--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
 
@@ -88,9 +88,7 @@ def test_a_run_resumes_to_the_same_bits_and_two_processes_equal_one(name, flags,
 
 @pytest.mark.slow
 def test_resumed_at_another_world_size(alone, aligned_run, inputs, tmp_path):
-    """Three steps on two processes, the rest, over the switch to GQA, on one; likewise the other way
-    round.
-    """
+    """Three steps on two processes, the rest, over the switch to GQA, on one; and the other way round."""
     for name, first, then in (("fewer", 2, 0), ("more", 0, 2)):
         home = with_teacher(aligned_run, alone, tmp_path / name)
         process = start(home, inputs, *SHARED, processes=first)
@@ -154,8 +152,12 @@ with joined_ranks() as ranks:
 
 @pytest.mark.slow
 def test_ranks_that_torchrun_restarts_join_each_other_and_not_the_dead(tmp_path):
-    printed = run_script(RESTARTED, tmp_path, 2, options=["--max-restarts", "1"])
-    assert "joined in attempt 2\n" in printed
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED)
+    words = [*launcher(2, "--max-restarts", "1"), str(script)]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                          timeout=200, check=False)
+    assert done.returncode == 0 and "joined in attempt 2\n" in done.stdout, done.stderr
 
 
 @pytest.mark.slow
