@@ -20,17 +20,6 @@ def launcher(processes: int, *options) -> list[str]:
     return [sys.executable, *(words if processes else [])]
 
 
-def run_script(script: str, directory: Path, processes: int, *arguments, options=()) -> str:
-    """What a script that imports the tests' modules prints, run under torchrun with these options."""
-    path = directory / "script.py"
-    path.write_text(script)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
-    done = subprocess.run([*launcher(processes, *options), str(path), *map(str, arguments)], cwd=ROOT,
-                          env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def ranks_of(process: subprocess.Popen) -> list[int]:
     """Process ids of torchrun's ranks; of a single process its own."""
     with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:

@@ -1,6 +1,5 @@
 """Sequences and prompts that begin with the begin-of-sequence token, as the tokenizer's own texts do."""
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,9 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from common.data.documents import HELDOUT, TRAIN, in_part
+from common.data.documents import TRAIN, in_part
 from common.data.pool import Sources, load_pool
-from common.data.sources import DataContext, begins_with_bos, generated, read_sequences, read_unread
+from common.data.sources import DataContext, generated, read_sequences
 from common.evaluation.compared import Settings, calibration_bos, read_calibration_text
 from common.models.load import bos_prefix, load_tokenizer
 from common.run.artifact import read_record
@@ -20,12 +19,10 @@ from common.run.errors import UserError
 from common.training.heldout import heldout_texts, load_heldout
 from common.training.lines import TASK_SET
 from models import END, byte_tokenizer, save_tiny
-from runs import GROUPING, TRAINING, calibrated_layer, copy_run, digests, expect_error, read, run
+from runs import GROUPING, TRAINING, copy_run, digests, expect_error, read, run, save_lines
 
 SEQUENCES, LENGTH = 6, 24
 ROWS = 60  # of generated text: more tokens than a row begin them
-TEMPLATE = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
-            "{% if add_generation_prompt %}<assistant>{% endif %}")
 
 
 def beginning(tokenizer, adds: bool = True):
@@ -64,8 +61,7 @@ def home(tmp_path_factory):
     documents = ["".join(draw.choices("abcdefgh ", k=LENGTH - 1)) for _ in range(2 * SEQUENCES)]
     trained = [text for text in documents if in_part(text, TRAIN) and in_part(f"^{text}", TRAIN)]
     for name, begin in (("bare", ""), ("marked", "^")):
-        lines = [json.dumps({"text": begin + document}) + "\n" for document in trained[:SEQUENCES]]
-        (home / f"{name}.jsonl").write_text("".join(lines))
+        save_lines(home / f"{name}.jsonl", [begin + document for document in trained[:SEQUENCES]])
     return home
 
 
@@ -87,37 +83,18 @@ def aligned(home):
 
 @pytest.mark.slow
 def test_calibration_and_alignment_are_those_of_text_which_begins_so(aligned):
-    """So is the refit, which reads what the calibration did."""
-    for index in range(3):
-        bare, marked = (calibrated_layer(out / "calibration", index) for out in aligned.values())
-        assert bare.keys() == marked.keys()
-        assert all(bare[name].equal(marked[name]) for name in bare)
-    records = [read(out / "calibration" / "stage.json") for out in aligned.values()]
-    assert [record["arguments"]["bos"] for record in records] == [True, False]
+    """So are the refit, the equivalence check, and what stage 7 reads of the calibration's text."""
+    for name in ("calibration", "merged"):
+        bare, marked = (digests(out / name) for out in aligned.values())
+        assert bare == marked
     summaries = [read(out / "merged" / "stage.json")["summary"] for out in aligned.values()]
     for name in ("perplexity_source", "perplexity_merged", "refit_layers"):
         assert summaries[0][name] == summaries[1][name]
-    bare, marked = (digests(out / "merged") for out in aligned.values())
-    assert bare == marked
-
-
-@pytest.mark.slow
-def test_other_text_of_a_calibration_begins_so_too(aligned):
     for bos, out in zip((True, False), aligned.values(), strict=True):
         text = str(out / "calibration")
         assert calibration_bos(text, None) == bos
         tokens, _ = read_calibration_text(Settings(text=text, bos=bos, length=LENGTH, sequences=2))
         assert (tokens == BEGIN).sum(1).tolist() == [1, 1]
-
-
-def test_the_equivalence_check_goes_on_in_text_that_begins_as_asked(inputs, tmp_path):
-    model = save_tiny(tmp_path / "model")
-    beginning(byte_tokenizer(), adds=False).save_pretrained(model)
-    record = {"arguments": {"text": inputs["text"], "bos": True}}
-    origin = DataContext(model, str(tmp_path), "cpu", bos=begins_with_bos(record))
-    tokens, _ = read_unread(record, origin, 2, 24)
-    assert tokens[:, 0].tolist() == [BEGIN] * 2
-    assert tokens.equal(read_sequences(inputs["text"], None, origin, 2, 24, HELDOUT)[0])
 
 
 def test_samples_of_text_and_prompts_of_tasks_begin_with_it(home, inputs, tmp_path, group_of_one):
@@ -156,35 +133,24 @@ def test_training_begins_so_and_goes_on_only_so(aligned, inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluation_begins_text_and_prompts_with_it(home, inputs):
-    out = home / "evaluation"
+def test_evaluation_begins_text_and_prompts_with_it(home, inputs, tmp_path):
     shared = ["--model", home / "model", "--tasks", inputs["tasks"], "--limit", 2, "--only", "piqa",
               "--sequences", SEQUENCES, "--length", LENGTH]
-    results = {}
-    for name, flag in ROADS:
-        run("07_eval.py", "--run", out / name, *shared, "--text", home / f"{name}.jsonl", *flag)
-        results[name] = read(out / name / "eval/stage.json")
-    perplexities = [written["results"]["model"]["perplexity"] for written in results.values()]
+    perplexities = []
+    for (name, flag), begins in zip(ROADS, (True, False), strict=True):
+        run("07_eval.py", "--run", tmp_path / name, *shared, "--text", home / f"{name}.jsonl", *flag)
+        written = read(tmp_path / name / "eval/stage.json")
+        assert written["begin_of_sequence"] is written["arguments"]["bos"] is begins
+        perplexities.append(written["results"]["model"]["perplexity"])
     assert perplexities[0] == perplexities[1]
-    assert [written["begin_of_sequence"] for written in results.values()] == [True, False]
-    assert [written["arguments"]["bos"] for written in results.values()] == [True, False]
 
 
-@pytest.fixture(params=[True, False])
-def writer(request, tmp_path) -> tuple[str, int]:
-    """A model that chats, and the token that it samples texts after: begin-of-sequence, where it has one."""
-    tokenizer = beginning(byte_tokenizer()) if request.param else byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    save_tiny(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model"), BEGIN if request.param else END
-
-
-def test_generated_text_begins_with_the_token_that_it_is_sampled_after(
-    writer, inputs, tmp_path, group_of_one
-):
-    """No second one is put before it, in whichever stage; chats begin as their template says."""
-    model, begin = writer
+@pytest.mark.parametrize("begin", [BEGIN, END])
+def test_generated_text_begins_with_the_token_that_it_is_sampled_after(tmp_path, group_of_one, begin):
+    """Begin-of-sequence, where the model has one. No second one is put before it, in whichever stage."""
+    model = save_tiny(tmp_path / "model")
+    if begin == BEGIN:
+        beginning(byte_tokenizer()).save_pretrained(model)
     origin = DataContext(model, str(tmp_path), "cpu", group_of_one)
     rows = generated("generated", origin, ROWS, LENGTH)
     assert (rows[:, 0] == begin).all() and len(np.unique(rows[:, 1:], axis=0)) == ROWS
@@ -196,6 +162,3 @@ def test_generated_text_begins_with_the_token_that_it_is_sampled_after(
         sources = Sources(text=["generated"], text_length=LENGTH, text_tokens=tokens_of_text)
         pool = load_pool(sources, asked)
         assert [sample.prompt for sample in pool.texts] == rows.tolist()
-    chats = [read_sequences("none", "generated", replace(origin, bos=bos), 3, LENGTH)[0]
-             for bos in (False, begin == BEGIN)]
-    assert chats[0].equal(chats[1]) and begin not in chats[0][:, 0]

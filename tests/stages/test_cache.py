@@ -1,12 +1,10 @@
 """Quantized caches through the stages: an export in another basis, and what stage 7 measures of both."""
 
 import pytest
-import torch
 
-from common.models.load import load_model
-from common.models.quantized_cache import LAYOUTS, parse_cache, quantized
+from common.models.quantized_cache import LAYOUTS
 from models import save_tiny
-from runs import calibrate_arguments, digests, evaluate_arguments, read, run
+from runs import align, digests, evaluate_arguments, read, run
 
 pytestmark = pytest.mark.slow
 
@@ -15,21 +13,17 @@ pytestmark = pytest.mark.slow
 def wide_run(inputs, tmp_path_factory):
     """A run directory with merged/ of a model whose heads consist of blocks."""
     home = tmp_path_factory.mktemp("wide") / "run"
-    wide = inputs | {"model": save_tiny(home.parent / "model", head_dim=64, num_key_value_heads=4)}
-    run("01_calibrate.py", "--run", home, *calibrate_arguments(wide))
-    run("02_similarity.py", "--run", home)
-    run("03_group.py", "--run", home, "--kv-heads", 2)
-    run("04_align.py", "--run", home)
-    return home
+    model = save_tiny(home.parent / "model", head_dim=64, num_key_value_heads=4)
+    return align(home, inputs | {"model": model})
 
 
 def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs):
-    run("06_export.py", "--run", wide_run, "--untrained", "--name", "plain")
+    printed = run("06_export.py", "--run", wide_run, "--untrained", "--name", "plain").stdout
+    assert "export, loaded back as torch.float32: max |logit difference| 0.00e+00" in printed
     run("06_export.py", "--run", wide_run, "--untrained", "--cache-basis", "halves")
     errors = read(wide_run / "gqa/stage.json")["summary"]["cache_basis"]
     assert errors.pop("layout") == "halves" and errors.keys() == {"keys", "values"}
-    assert len(errors["keys"]) == 3
-    assert max(*errors["keys"], *errors["values"]) < 1
+    assert len(errors["keys"]) == 3 and max(*errors["keys"], *errors["values"]) < 1
 
     models = [f"{name}={wide_run / path}" for name, path in
               (("merged", "merged"), ("plain", "gqa-plain"), ("gqa", "gqa"))]
@@ -39,18 +33,10 @@ def test_an_export_in_another_basis_is_the_model_and_loses_less(wide_run, inputs
     results = read(wide_run / "eval/stage.json")["results"]
     assert results["gqa"]["kl"] < 1e-6 and results["plain"]["kl"] == 0
     merged, plain, ours = (results[name]["caches"] for name in ("merged", "plain", "gqa"))
-    assert merged == plain and plain["fp8"]["halves"] == plain["fp8"]["rotated"]
-    assert plain["q4_0"]["pairs"] != plain["q4_0"]["halves"]
+    assert merged == plain and plain["q4_0"]["pairs"] != plain["q4_0"]["halves"]
     assert ours["q4_0"]["halves"]["kl"] < 0.9 * plain["q4_0"]["halves"]["kl"]
     for name, bits in (("q8_0", 17), ("q8_0/q4_0", 13), ("q4_0", 9)):
         assert plain[name]["bytes_per_token"] == 3 * 2 * 64 * bits / 8 and plain[name].keys() >= {*LAYOUTS}
-    assert plain["q8_0"]["pairs"]["kl"] < plain["q8_0/q4_0"]["pairs"]["kl"] < plain["q4_0"]["pairs"]["kl"]
-
-    model, tokens = load_model(str(wide_run / "merged")), torch.arange(64)[None] % 260
-    with torch.no_grad():
-        before = model(input_ids=tokens).logits
-        with quantized(model, parse_cache("q4_0"), "pairs"):
-            assert not torch.equal(model(input_ids=tokens).logits, before)
     card = " ".join((wide_run / "gqa/README.md").read_text().split())
     assert "so that a four-bit cache loses less in the layout halves: " in card
 

@@ -19,13 +19,9 @@ from common.evaluation.compared import Settings
 from common.models.quantized_cache import Cache
 from common.run.artifact import FORMAT
 from models import byte_tokenizer, save_tiny
-from runs import copy_run, expect_error, run
+from runs import copy_run, expect_error, read, run, valid_record
 
 stage7 = importlib.import_module("07_eval")
-
-
-def results_of(home) -> dict[str, dict]:
-    return json.loads((home / "eval" / "stage.json").read_text())["results"]
 
 
 def read_outcomes(home) -> list[dict]:
@@ -48,7 +44,7 @@ def evaluation(inputs, tmp_path_factory):
 
 def test_metrics_follow_from_the_answers_and_are_put_into_the_card(evaluation, inputs):
     home, _, output = evaluation
-    written = json.loads((home / "run/eval/stage.json").read_text())
+    written = read(home / "run/eval/stage.json")
     outcomes = read_outcomes(home / "run")
     assert written["begin_of_sequence"] is False and len(outcomes) == 2 * 8 * 3
     assert (written["device"], written["model"]["path"]) == ("cpu", f"{home}/first")  # the reference
@@ -89,7 +85,7 @@ def test_layer_by_layer_memory_is_that_of_a_layer(inputs, tmp_path):
     home, text = tmp_path / "run", ["--text", inputs["text"], "--length", 64, "--sequences", 4]
     run("07_eval.py", "--run", home, "--model", tmp_path / "model", *text, "--layerwise", fresh=True)
     weights = 2 * sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")) / 2**30
-    peak = json.loads((home / "eval" / "stage.json").read_text())["summary"]["peak_memory_gib"]
+    peak = read(home / "eval/stage.json")["summary"]["peak_memory_gib"]
     assert weights > 1.5 and peak < weights / 2, (peak, weights)
 
 
@@ -101,7 +97,7 @@ def test_without_tasks_there_are_text_answers_and_speed(evaluation, tmp_path):
     prompts.write_text("What is red?\n\nAnd blue?")
     third = ["--model", f"a={home}/first", f"b={home}/run/second", f"again={home}/first"]
     run("07_eval.py", *arguments, "--run", tmp_path, "--tasks", "none", "--prompts", prompts, *third)
-    written = json.loads((tmp_path / "eval" / "stage.json").read_text())
+    written = read(tmp_path / "eval/stage.json")
     results, again = written["results"], written["results"]["again"]
     assert written["prompts"] == ["What is red?", "And blue?"]
     assert (again["kl"], again["agreement"], again["loss_above"], again["loss_above_stderr"]) == (0, 1, 0, 0)
@@ -132,16 +128,15 @@ def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, tmp_p
         path.write_bytes(content)
 
 
-def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(aligned_run, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    path = home / "calibration" / "stage.json"
-    assert stage7.choose_sources(str(home), None, None) == ("hub", "c4")
-    record = json.loads(path.read_text())
+def test_the_demo_is_measured_on_its_own_held_out_text_and_tasks(tmp_path):
+    assert stage7.choose_sources(str(tmp_path), None, None) == ("hub", "c4")
+    record = valid_record("01_calibrate.py")
     record["model"]["name"] = "demo"
-    path.write_text(json.dumps(record))
-    tasks, text = stage7.choose_sources(str(home), None, None)
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration/stage.json").write_text(json.dumps(record))
+    tasks, text = stage7.choose_sources(str(tmp_path), None, None)
     assert (tasks, text) == demo.default_sources(True) != ("hub", "c4")
-    assert stage7.choose_sources(str(home), None, "other.txt") == (tasks, "other.txt")
+    assert stage7.choose_sources(str(tmp_path), None, "other.txt") == (tasks, "other.txt")
 
 
 @pytest.mark.parametrize(("tasks", "text", "chat", "expected"), [
@@ -178,7 +173,7 @@ def test_every_setting_is_settled_once(tmp_path, monkeypatch, device, words, dty
 def test_the_students_teacher_is_the_reference_wherever_it_lies(finished_run, tmp_path):
     home = copy_run(finished_run, tmp_path / "run")
     path, shared = home / "train" / "stage.json", str(tmp_path / "shared")
-    record = json.loads(path.read_text())
+    record = read(path)
     own, source = ["teacher", "merged", "gqa"], record["model"]["path"]
     for teacher, names, first in ((None, own, str(home / "teacher")), (shared, own, shared),
                                   ("source", ["source", *own], source)):

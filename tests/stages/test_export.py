@@ -68,18 +68,6 @@ def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(finished_run / "gqa").dtype is torch.float32
 
 
-def test_merged_is_exported_as_it_is(finished_run, tmp_path):
-    home = copy_run(finished_run, tmp_path / "run")
-    shutil.rmtree(home / "train")
-    printed = run("06_export.py", "--run", home, "--untrained", "--name", "merged").stdout
-    assert "export, loaded back as torch.float32: max |logit difference| 0.00e+00" in printed
-    merged, exported = (AutoModelForCausalLM.from_pretrained(home / name).state_dict()
-                        for name in ("merged", "gqa-merged"))
-    assert merged.keys() == exported.keys()
-    assert all(torch.equal(tensor, exported[name]) for name, tensor in merged.items())
-    assert "was not trained after merging" in (home / "gqa-merged" / "README.md").read_text()
-
-
 @pytest.mark.parametrize("name, expected", [("org/Model-7b", "org/Model-7b"), ("/home/me/Model", "Model")])
 def test_a_hub_name_is_no_path(name, expected):
     stage = importlib.import_module("06_export")

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-from types import SimpleNamespace
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic: read when CUDA starts
 
@@ -23,19 +22,15 @@ from stand_in import StandIn, run
 
 from common.data.decoding import Decoder
 from common.data.generate import TEXT, Rows, sample
-from common.method.losses import bild, cross_entropy, kl
-from common.method.procrustes import align_layer, key_overlap, value_overlap
-from common.method.stats import LayerGrams, LayerStats, group_blocks
+from common.method.stats import LayerGrams, LayerStats
 from common.models import attention
 from common.models import load as models
 from common.models.equivalence import max_difference
-from common.models.head import Head
 from common.models.load import load_model
 from common.training import attention as training_attention
 from common.training import engine
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
-from common.training.chunked import chunked
 from common.training.engine import STOPPED, Step, clip_gradients
 from common.training.packing import build_row
 from common.training.sharding import Execution
@@ -44,7 +39,6 @@ from reference import SCHEDULE, gqa_student, half_masked_student, random_samples
 from runs import (
     GROUPING,
     STAGE,
-    TRAINING,
     assert_same_bits,
     assert_same_training,
     calibrate_arguments,
@@ -57,6 +51,7 @@ from runs import (
     metrics,
     read,
     start,
+    train_arguments,
     train_on_two_nodes,
     wait_for_step,
     with_teacher,
@@ -67,7 +62,9 @@ DEVICE = StandIn("cpu") if os.environ.get("GPU_TESTS_ON") == "cpu" else "cuda"
 GPUS = torch.cuda.device_count() or 2  # ranks of a run on all GPUs; on a CPU two
 LAYERS = range(3)
 TOKENS = torch.randint(0, 256, (4, 60), generator=torch.Generator().manual_seed(5))
-LONG = [*TRAINING, "--steps", "40", "--deterministic"]
+FEW = ["--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
+IN_FLOAT32 = [*FEW, "--dtype", "float32"]
+LONG = [*FEW, "--steps", "40", "--deterministic"]
 # Of the loss: weights and activations are rounded to 2^-9. Rounding also decides which of two near logits is
 # BiLD's 16th, so single steps differ more, by up to 10 % on a CPU.
 BF16_MEAN, BF16_STEP = 0.02, 0.2
@@ -106,28 +103,21 @@ def calibrated(request, sources, tmp_path_factory) -> tuple:
 
 
 def train(home, inputs: dict[str, str], *flags, **options):
-    return run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *flags, **{"device": DEVICE} | options)
-
-
-def train_until(step: int, home, inputs: dict[str, str], *flags) -> None:
-    """Stage 5 on the device, stopped by SIGTERM in this process."""
-    with pytest.MonkeyPatch.context() as patched:
-        interrupt(patched, step)
-        train(home, inputs, *flags, code=STOPPED)
+    return run(STAGE, *train_arguments(home, inputs, *flags), **{"device": DEVICE} | options)
 
 
 @pytest.fixture(scope="module")
-def taught(aligned_run, inputs, tmp_path_factory):
-    """A run of stages 1 to 5, the last on the device, in one process, not interrupted."""
-    home = copy_run(aligned_run, tmp_path_factory.mktemp("taught") / "run")
-    train(home, inputs, *LONG)
+def alone(aligned_run, inputs, tmp_path_factory):
+    """A run of stages 1 to 5, the last in one process on one GPU, in float32."""
+    home = copy_run(aligned_run, tmp_path_factory.mktemp("alone") / "run")
+    train(home, inputs, *IN_FLOAT32)
     return home
 
 
 # stages 1 to 4
 
 
-def test_grams_are_those_of_the_cpu(calibrated):
+def test_grams_similarities_and_groups_are_those_of_the_cpu(calibrated):
     _, expected, home = calibrated
     same = []
     for index in LAYERS:
@@ -137,6 +127,11 @@ def test_grams_are_those_of_the_cpu(calibrated):
             assert_near(actual[name].double(), tensor.double(), 1e-5)
             same.append(torch.equal(actual[name], tensor))
     assert not all(same)  # or both were computed by the same kernels
+    actual, similarity = (load_file(path / "similarity/similarity.safetensors") for path in (home, expected))
+    assert actual.keys() == similarity.keys() and "energy" in actual
+    for name, tensor in similarity.items():
+        assert_near(actual[name], tensor, 1e-5)
+    assert read(home / "groups/stage.json")["groups"] == read(expected / "groups/stage.json")["groups"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -149,35 +144,6 @@ def test_grams_are_exact_sums_of_the_vectors_in_any_dtype(dtype):
     grams = LayerGrams(sums.tensors(), 8)
     for kind, heads in (("raw", exact), ("unit", exact / exact.norm(dim=-1, keepdim=True))):
         assert_near(grams.value(kind), torch.einsum("nia,njb->ijab", heads, heads), 1e-5)
-
-
-def test_similarities_and_groups_are_those_of_the_cpu(calibrated):
-    _, expected, home = calibrated
-    actual, similarity = (load_file(path / "similarity/similarity.safetensors") for path in (home, expected))
-    assert actual.keys() == similarity.keys() and "energy" in actual
-    for name, tensor in similarity.items():
-        assert_near(actual[name], tensor, 1e-5)
-    assert read(home / "groups/stage.json")["groups"] == read(expected / "groups/stage.json")["groups"]
-
-
-@pytest.mark.parametrize("criterion", ["cos", "dist"])
-def test_rotations_of_the_same_grams_are_those_of_the_cpu(calibrated, criterion):
-    """The first head of a group keeps its coordinates, which leaves no other freedom."""
-    _, home, _ = calibrated
-    record = read(home / "groups/stage.json")
-    for index in LAYERS:
-        found, groups = [], torch.tensor(record["groups"][index])
-        for device in ("cpu", DEVICE):
-            tensors = calibrated_layer(home / "calibration", index)
-            tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-            grams, placed = LayerGrams(tensors, record["model"]["kv_heads"]), groups.to(device)
-            value_rotation, key_rotation = align_layer(grams, placed, criterion)
-            assert value_rotation.device.type == key_rotation.device.type == device
-            value, key = (group_blocks(gram, placed) for gram in (grams.value("raw"), grams.key("raw")))
-            objectives = value_overlap(value, value_rotation), key_overlap(key, key_rotation)
-            found.append([part.cpu() for part in (value_rotation, key_rotation, *objectives)])
-        for actual, expected in zip(found[1], found[0], strict=True):
-            assert_near(actual, expected, 1e-6)
 
 
 MERGES = {  # flags of stage 4 -> allowed difference of the merged logits, as a share of the largest
@@ -284,61 +250,26 @@ def test_attention_to_a_packed_row_is_that_of_one_sample_at_a_time(dtype, option
     assert bool(varlen_calls) == expects_varlen(dtype)
 
 
-@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_chunked_losses_and_gradients_are_those_in_float64(dtype, close):
-    """KL, cross-entropy and, without ties among logits, BiLD; gradients of the hidden states and the head."""
-    generator, results = torch.Generator().manual_seed(0), []
-    hidden, head, teacher = (torch.randn(shape, generator=generator).to(dtype)
-                             for shape in ((40, 16), (100, 16), (40, 100)))
-    for device, chosen in (("cpu", torch.float64), (DEVICE, dtype)):
-        leaves = [part.to(device, chosen).requires_grad_() for part in (hidden, head)]
-        expected = teacher.to(device, torch.promote_types(chosen, torch.float32))
-
-        def loss(kind, at, logits, expected=expected):
-            logits = logits.to(expected.dtype)
-            if kind == "sft":
-                return cross_entropy(logits, at + 3).sum()
-            return {"kl": kl, "bild": bild}[kind](logits, expected[at]).sum()
-
-        positions = torch.arange(40, device=device)
-        pieces = [("kl", positions[:20]), ("sft", positions[30:])]
-        pieces += [("bild", positions[20:30])] if dtype == torch.float32 else []
-        total = chunked(loss, pieces, leaves[0], Head(SimpleNamespace(weight=leaves[1], bias=None)))
-        total.backward()
-        results.append([total.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
-    for actual, expected in zip(*reversed(results), strict=True):
-        assert_near(actual.double(), expected, close)
-
-
 # stage 5
-
-
-def train_on_cpu(home, inputs: dict[str, str], *flags):
-    """Stage 5 in a process that sees no GPU."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("CUDA_VISIBLE_DEVICES", "")
-        return train(home, inputs, *flags, fresh=True, device="cpu")
-
-
-FEW = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
-IN_FLOAT32 = [*FEW, "--dtype", "float32"]
 
 
 def test_training_in_float32_is_that_of_the_cpu(aligned_run, inputs, tmp_path):
     """Few steps: BiLD's top 16 is a choice that rounding flips now and then."""
     host, device = (copy_run(aligned_run, tmp_path / name) for name in ("host", "device"))
-    train_on_cpu(host, inputs, *FEW)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CUDA_VISIBLE_DEVICES", "")  # a process that sees no GPU
+        train(host, inputs, *FEW, fresh=True, device="cpu")
     shutil.copytree(host / "teacher", device / "teacher")
     train(device, inputs, *IN_FLOAT32, "--no-recompute")
     assert_same_training(device, host)
 
 
-def test_twenty_steps_in_bfloat16_stay_near_float32(taught, aligned_run, inputs, tmp_path):
+def test_twenty_steps_in_bfloat16_stay_near_float32(alone, aligned_run, inputs, tmp_path):
     """The loss, masked and after the switch."""
     losses = []
     for dtype in ("float32", "bfloat16"):
-        home = with_teacher(aligned_run, taught, tmp_path / dtype)
-        train(home, inputs, *TRAINING, "--steps", "20", "--dtype", dtype)
+        home = with_teacher(aligned_run, alone, tmp_path / dtype)
+        train(home, inputs, *FEW, "--steps", "20", "--dtype", dtype)
         losses.append([line["loss"] for line in metrics(home)])
     assert losses[0] != losses[1] and len(losses[0]) == 20
     assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=BF16_MEAN)
@@ -382,38 +313,16 @@ def test_a_step_is_queued_without_waiting_for_the_gpu(
     assert bool(varlen_calls) == expects_varlen(execution.compute)
 
 
-def test_a_stopped_run_resumes_to_the_same_bits(taught, aligned_run, inputs, tmp_path):
-    home = with_teacher(aligned_run, taught, tmp_path / "run")
-    train_until(20, home, inputs, *LONG)
-    assert "after step 21\n" in train(home, inputs, *LONG).stdout
-    assert_same_bits(home, taught)
-
-
-@pytest.fixture(scope="module")
-def together(taught, aligned_run, inputs, tmp_path_factory):
-    """A run under torchrun on all GPUs (nccl), not interrupted."""
-    home = with_teacher(aligned_run, taught, tmp_path_factory.mktemp("together") / "run")
-    train(home, inputs, *LONG, processes=GPUS)
-    return home
-
-
-def test_a_killed_run_on_all_gpus_resumes_to_the_same_bits(together, taught, aligned_run, inputs, tmp_path):
-    """SIGKILL to torchrun and its ranks, between two checkpoints."""
-    home = with_teacher(aligned_run, taught, tmp_path / "run")
+def test_a_killed_run_on_all_gpus_resumes_to_the_same_bits(alone, aligned_run, inputs, tmp_path):
+    """SIGKILL to torchrun (nccl) and its ranks, between two checkpoints."""
+    quiet, home = (with_teacher(aligned_run, alone, tmp_path / name) for name in ("quiet", "killed"))
+    train(quiet, inputs, *LONG, processes=GPUS)
     process = start(home, inputs, *LONG, processes=GPUS)
     wait_for_step(home, 8)
     kill(process)
     assert saved_checkpoints(str(home / "train")) and not (home / "train" / "stage.json").exists()
     assert "resumes" in train(home, inputs, *LONG, processes=GPUS).stdout
-    assert_same_bits(home, together)
-
-
-@pytest.fixture(scope="module")
-def alone(aligned_run, inputs, tmp_path_factory):
-    """A run of one process on one GPU, in float32."""
-    home = copy_run(aligned_run, tmp_path_factory.mktemp("alone") / "run")
-    train(home, inputs, *IN_FLOAT32)
-    return home
+    assert_same_bits(home, quiet)
 
 
 several = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -440,7 +349,9 @@ def test_two_nodes_train_as_one_gpu_does(alone, aligned_run, inputs, tmp_path):
 @several
 def test_a_run_of_one_gpu_goes_on_on_all(alone, aligned_run, inputs, tmp_path):
     home = with_teacher(aligned_run, alone, tmp_path / "run")
-    train_until(2, home, inputs, *IN_FLOAT32)
+    with pytest.MonkeyPatch.context() as patched:
+        interrupt(patched, 2)
+        train(home, inputs, *IN_FLOAT32, code=STOPPED)
     assert "resumes" in train(home, inputs, *IN_FLOAT32, processes=GPUS).stdout
     assert_same_training(home, alone)
 
@@ -471,8 +382,8 @@ def test_generated_text_is_drawn_from_the_softmax_by_captured_graphs_as_without(
 # stages 6 and 7
 
 
-def test_the_export_of_a_run_is_evaluated_as_on_the_cpu(taught, inputs, tmp_path):
-    home = copy_run(taught, tmp_path / "run")
+def test_the_export_of_a_run_is_evaluated_as_on_the_cpu(alone, inputs, tmp_path):
+    home = copy_run(alone, tmp_path / "run")
     run("06_export.py", "--run", home)
     stored, trained = load_model(str(home / "gqa")).state_dict(), final_weights(home)
     assert all(torch.equal(stored[name], tensor) for name, tensor in trained.items())

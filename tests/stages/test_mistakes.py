@@ -1,14 +1,21 @@
 """Mistakes in flags, damaged or exchanged inputs, a full disk: one line, and nothing is lost."""
 
 import json
-import resource
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 
-from runs import STAGES, TRAINING, calibrate_arguments, copy_run, evaluate_arguments, expect_error
+from runs import (
+    SMALL_MODEL,
+    STAGES,
+    TRAINING,
+    calibrate_arguments,
+    copy_run,
+    evaluate_arguments,
+    expect_error,
+    full_disk,
+)
 
 NOT_RECORDED = "is not as it was written (truncated or modified)"
 
@@ -35,18 +42,18 @@ def words_of(command: str, home: Path, inputs: dict[str, str]) -> list:
 
 @pytest.mark.parametrize(("command", "message"), [
     ("01 --force --model no/such-model", "neither a directory nor a hub repository"),
-    ("01 --force --text missing.txt", "expected c4, demo, hf:NAME[:CONFIG[:SPLIT]], or"),
     ("01 --force --sequences 4000", "expected 4000 x 64 = 256000 tokens in its training part, found"),
     ("02 --run RUN/nowhere", "calibration not found; run 01_calibrate.py first"),
     ("03 --force --kv-heads 3", "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
     ("04 --force --key-context 20", "--key-context: expected --merge closed-form with it, found mean"),
     ("05 --compile --deterministic", "--deterministic: expected no --compile, whose kernels depend on"),
     ("05 --lr 2e-3", "lr 0.001 -> 0.002"),
+    ("05 --name b --text demo --text-length 8 --heldout-text missing.txt", "text missing.txt: not found"),
+    ("05 --teacher source", "was started with other settings (teacher "),
     ("05 --teacher-lr 2e-3", "/teacher was trained with other settings (lr 0.001 -> 0.002"),
     ("05 --teacher RUN/train", "--teacher: expected another directory than the student's"),
     ("07 --run RUN/nowhere", "expected one of teacher, merged, gqa, found none"),
     ("07 --force --model a=x a=y", "--model: expected different names, found a twice"),
-    ("07 --force --tasks nowhere", "in nowhere of boolq, piqa"),
     ("07 --force --register no.such_module", "--register no.such_module: cannot be imported"),
     ("07 --force --layerwise", "--layerwise: expected no --tasks, --limit, --prompts or --chat"),
 ])
@@ -69,38 +76,28 @@ def longer(content: bytes) -> bytes:
     return content + b"\n"
 
 
-def of_another_model(content: bytes) -> bytes:
-    record = json.loads(content)
-    record["model"]["fingerprint"] = record["model"]["fingerprint"][::-1]
-    return json.dumps(record).encode()
-
-
-def ungrouped(content: bytes) -> bytes:
-    """Groups that were edited: one head is in two of them."""
-    record = json.loads(content)
-    record["groups"][0][0] = record["groups"][0][1]
-    return json.dumps(record).encode()
-
-
-def of_another_time(content: bytes) -> bytes:
-    return json.dumps(json.loads(content) | {"seconds": 1.5}).encode()
+def edited(**fields):
+    """A record with other fields."""
+    return lambda content: json.dumps(json.loads(content) | fields).encode()
 
 
 @pytest.mark.parametrize(("command", "file", "damage", "message"), [
     ("02 --force", "calibration/layer-00001.safetensors", cut, NOT_RECORDED),
     ("03 --force", "similarity/similarity.safetensors", flip, NOT_RECORDED),
     ("04 --force", "groups/stage.json", b"\xff", "groups/stage.json: expected the record of 03_group.py"),
-    ("04 --force", "groups/stage.json", of_another_model, "expected an artifact of model"),
-    ("04 --force", "groups/stage.json", ungrouped, "groups[0]: expected 2 equal groups of heads, each of"),
+    ("04 --force", "groups/stage.json", edited(model=SMALL_MODEL), "expected an artifact of model"),
+    ("04 --force", "groups/stage.json", edited(groups=[[[0, 1, 2, 3]] * 2] * 3),
+     "groups[0]: expected 2 equal groups of heads, each of"),
     ("04 --force", "calibration/stage.json", longer, "groups: expected groups of heads in "),
     ("05", "merged", None, "merged not found; run 04_align.py first"),
     ("05", "aligned/model.safetensors", flip, NOT_RECORDED),
-    ("05 --force", "aligned/stage.json", of_another_time, "expected the artifact that 04_align.py read"),
+    ("05 --force", "aligned/stage.json", edited(seconds=1.5), "expected the artifact that 04_align.py read"),
     ("05 --print-every 2", "teacher/model.safetensors", flip, NOT_RECORDED),
     ("05", "train", b"mine", "train: expected nothing or a directory, found a file"),
     ("05", "train/metrics.jsonl", longer, NOT_RECORDED),
+    ("05 --name b --student RUN/gqa --masks off", "gqa/model.safetensors", flip, NOT_RECORDED),
     ("06 --force", "train", None, "train not found; run 05_prune_train.py first"),
-    ("06 --force", "aligned/stage.json", of_another_time, "aligned: expected the artifact that"),
+    ("06 --force", "aligned/stage.json", edited(seconds=1.5), "aligned: expected the artifact that"),
     ("06 --force", "train/step-00000010/shard-00001-model-00002-of-00004.safetensors", cut, NOT_RECORDED),
     ("07 --force", "merged/model.safetensors", flip, NOT_RECORDED),
 ])
@@ -128,13 +125,7 @@ def test_inputs_that_are_missing_damaged_or_exchanged_are_refused(
 @pytest.mark.parametrize("command", [
     "06 --force", *(pytest.param(f"{number} --force", marks=pytest.mark.slow) for number in ("01", "04"))])
 def test_a_full_disk_is_one_line_and_keeps_what_there_was(home, inputs, command):
-    """The kernel's refusal of large files, as safetensors and tokenizers report it."""
     before = times(home)
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    with full_disk(5000):
         expect_error("File too large", *words_of(command, home, inputs))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
     assert {path: time for path, time in times(home).items() if path.suffix != ".tmp"} == before

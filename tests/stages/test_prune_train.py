@@ -3,23 +3,20 @@
 import gc
 import json
 import os
-import shutil
 import signal
-import sys
 import weakref
 from types import SimpleNamespace
 
 import filelock
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from common.data import pool
 from common.data.pool import Sources, load_tasks
 from common.models.load import load_model, load_tokenizer
-from common.run.artifact import write_record
-from common.run.errors import run_stage
-from common.training import checkpoints
+from common.run.errors import UserError
+from common.training import checkpoints, sharding
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
 from reference import stage5
@@ -29,34 +26,29 @@ from runs import (
     copy_run,
     expect_error,
     interrupt,
-    run,
+    read,
     stop,
+    train,
     train_arguments,
     with_teacher,
 )
 
 
-def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch):
-    settings = []
+@pytest.mark.parametrize(("words", "expected"), [
+    ([], (False, True, None, None)), (["--deterministic"], (True, False, "0", ":4096:8"))])
+def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch, words, expected):
+    found = []
 
-    def note(*_):
-        fills = torch.utils.deterministic.fill_uninitialized_memory
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    def note():
         of_nvidia = [os.environ.get(name) for name in ("NCCL_NVLS_ENABLE", "CUBLAS_WORKSPACE_CONFIG")]
-        settings.append((deterministic, fills, *of_nvidia))
+        found.extend((torch.are_deterministic_algorithms_enabled(),
+                      torch.utils.deterministic.fill_uninitialized_memory, *of_nvidia))
+        raise UserError("noted")
 
-    monkeypatch.setattr(stage5, "prune_train", note)
-    environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    monkeypatch.setattr(os, "environ", environ)
-    try:
-        for asked in ([], ["--deterministic"]):
-            monkeypatch.setattr(sys, "argv", [STAGE, "--run", str(tmp_path), *asked])
-            with pytest.raises(SystemExit):
-                run_stage(stage5.main)
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-    assert settings == [(False, True, None, None), (True, False, "0", ":4096:8")]
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(sharding, "joined_ranks", note)
+    expect_error("noted", STAGE, "--run", tmp_path, *words)
+    assert (*found,) == expected
 
 
 @pytest.mark.parametrize(("given", "restarts", "moved"), [
@@ -74,7 +66,7 @@ def test_force_moves_trainings_aside_but_no_teacher_that_is_given(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
     interrupt(monkeypatch, 0)
     words = ["--force", "--teacher", home / "teacher"] if given else ["--force"]
-    run(STAGE, *train_arguments(home, inputs, *words), code=STOPPED if moved else 0)
+    train(home, inputs, *words, code=STOPPED if moved else 0)
     assert {path.name for path in home.glob("*.old*")} == moved | {"train.old-1"}
 
 
@@ -103,39 +95,6 @@ def test_a_teacher_learns_by_its_own_schedule_and_is_freed_before_the_student_is
     assert given == ["of the teacher", "its own", "on GPUs"]
 
 
-@pytest.mark.slow
-def test_open_masks_are_told_whichever_call_removed_them(aligned_run, finished_run, inputs, tmp_path):
-    """A signal comes in the last step with masks. Training, export, card and table have their number."""
-    home = with_teacher(aligned_run, finished_run, tmp_path / "run")
-    words = train_arguments(home, inputs, "--mask-lr", "4")
-    stop(7, *words)
-    log_alpha = checkpoints.whole_weights(str(home / "train" / "step-00000008"), "replicated")["log_alpha"]
-    assert "switch  after" not in run(STAGE, *words).stdout  # and so no warning, either
-    opened = int((log_alpha.sigmoid() * 1.2 > 0.1).sum())
-    assert 0 < opened < log_alpha.numel()
-    record = json.loads((home / "train" / "stage.json").read_text())
-    assert record["summary"]["open_masks"] == opened
-    run("06_export.py", "--run", home)
-    run("07_eval.py", "--run", home, "--tasks", "none", "--text", inputs["text"], "--length", 32,
-        "--sequences", 2)
-    results = json.loads((home / "eval/stage.json").read_text())["results"]
-    assert [figures.get("open_masks") for figures in results.values()] == [None, None, opened]
-    for text in ((home / "gqa" / "README.md").read_text(), (home / "eval/eval.md").read_text()):
-        assert "masks open at removal" in text
-
-
-@pytest.mark.slow
-def test_a_training_goes_on_with_its_own_teacher_alone(finished_run, inputs, tmp_path):
-    home = copy_run(finished_run, tmp_path / "run")
-    other = shutil.copytree(home / "teacher", tmp_path / "other")
-    weights = load_file(other / "model.safetensors")
-    save_file({name: 2 * tensor for name, tensor in weights.items()}, other / "model.safetensors")
-    record = json.loads((other / "stage.json").read_text())
-    write_record(str(other), record)
-    expect_error("was started with other settings (teacher ", STAGE,
-                 *train_arguments(home, inputs, "--teacher", other))
-
-
 @pytest.mark.parametrize("step, number", [
     (7, signal.SIGINT),
     pytest.param(2, signal.SIGTERM, marks=pytest.mark.slow),
@@ -148,13 +107,12 @@ def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
     the rows that it began with.
     """
     home = with_teacher(aligned_run, finished_run, tmp_path / "run [1]")  # glob characters
-    command = train_arguments(home, inputs)
-    longer = "--tokens-per-microbatch", 4096
-    assert f"stopped by a signal after step {step + 1}" in stop(step, *command, *longer, number=number).stdout
-    done = run(STAGE, *command)
+    longer = train_arguments(home, inputs, "--tokens-per-microbatch", 4096)
+    assert f"stopped by a signal after step {step + 1}" in stop(step, *longer, number=number).stdout
+    done = train(home, inputs)
     assert f"resumes {home / 'train'} after step {step + 1}\n" in done.stdout
     assert_same_bits(home, finished_run)
-    assert "--force starts over" in run(STAGE, *command).stdout
+    assert "--force starts over" in train(home, inputs).stdout
 
 
 def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inputs, tmp_path, monkeypatch):
@@ -166,7 +124,7 @@ def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inp
         return original(*arguments)
 
     monkeypatch.setattr(pool, "tokenize", interrupting)
-    done = run(STAGE, *train_arguments(home, inputs), code=130)
+    done = train(home, inputs, code=130)
     assert done.stderr == "interrupted: unfinished output was removed, checkpoints are kept\n"
     assert not (home / "train").exists() and not (home / "teacher.train").exists()
     assert not list(home.glob(".*lock"))
@@ -180,10 +138,10 @@ def test_a_teacher_in_the_making_is_continued_to_the_same_bits_and_for_no_other_
     stop(1, *train_arguments(home, inputs))
     path = home / "teacher.train" / checkpoints.SETTINGS
     settings = path.read_text()
-    path.write_text(json.dumps(json.loads(settings) | {"source": "another"}))
+    path.write_text(json.dumps(read(path) | {"source": "another"}))
     expect_error("source", STAGE, *train_arguments(home, inputs))
     path.write_text(settings)
-    done = run(STAGE, *train_arguments(home, inputs))
+    done = train(home, inputs)
     assert f"resumes {home / 'teacher.train'} after step 2\n" in done.stdout
     ours, theirs = (load_file(place / "teacher" / "model.safetensors") for place in (home, finished_run))
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
@@ -201,7 +159,7 @@ def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
     """Its first loss is the source's: the mean over the batch of the mean cross-entropy of answer tokens."""
     model, tokenizer = load_model(inputs["model"]), load_tokenizer(inputs["model"], bos=False)
     samples = load_tasks(Sources(inputs["tasks"]), tokenizer, 256, group_of_one)
-    settings = json.loads((finished_run / "teacher" / "stage.json").read_text())["summary"]
+    settings = read(finished_run / "teacher/stage.json")["summary"]
     batch, losses = batch_indices(0, settings["batch"], len(samples), settings["seed"]), []
     for sample in (samples[index] for index in batch):
         ids = torch.tensor([[*sample.prompt, *sample.answer]])
@@ -209,18 +167,3 @@ def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
         losses.append(float(model(ids, labels=labels).loss.detach()))
     first = json.loads((finished_run / "teacher" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_force_starts_over_and_the_command_without_it_goes_on(aligned_run, inputs, tmp_path):
-    """Stopped in the teacher's training and in the student's."""
-    home = copy_run(aligned_run, tmp_path / "run")
-    short = ["--masks", "off", "--steps", "3", "--teacher-steps", "3", "--save-steps", "1"]
-    command = train_arguments(home, inputs, *short)
-    run(STAGE, *command)
-    stop(1, *command, "--force")  # the teacher's second step
-    stop(0, *command)  # of a teacher that goes on after its second step, so the student's first
-    assert f"resumes {home / 'train'} after step 1\n" in run(STAGE, *command).stdout
-    assert not list(home.glob("*.old-2"))
-    assert "moved" in run(STAGE, *command, "--force").stdout
-    assert (home / "train.old-2" / "stage.json").exists()

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -12,32 +11,31 @@ import time
 from pathlib import Path
 
 import pytest
-import safetensors.torch
-import torch
 from torch.distributed.run import get_args_parser
 
 from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints
 from models import FAMILIES, save_tiny
 from runs import (
-    GROUPING,
-    STAGE,
-    TRAINING,
+    align,
     assert_same_bits,
     assert_same_training,
     copy_run,
+    full_disk,
     metrics,
     run,
     saved_files,
     start,
     stop,
+    train,
+    train_arguments,
     train_on_two_nodes,
     wait_for_step,
     with_teacher,
 )
-from torchrun import ROOT, kill, ranks_of, run_script
+from torchrun import ROOT, kill, launcher, ranks_of
 
-SHARED = [*TRAINING, "--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
+SHARED = ["--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
 
 
 @pytest.mark.parametrize("command", ["05_prune_train.py", "related/dha/search.py", "related/dha/fuse.py",
@@ -58,85 +56,53 @@ def alone(aligned_run, inputs, tmp_path_factory):
     1e-4.
     """
     home = copy_run(aligned_run, tmp_path_factory.mktemp("alone") / "run")
-    run(STAGE, "--run", home, "--tasks", inputs["tasks"], *SHARED)
+    train(home, inputs, *SHARED)
+    return home
+
+
+@pytest.fixture(scope="module")
+def distributed_run(aligned_run, finished_run, inputs, tmp_path_factory):
+    """A run on two processes."""
+    home = with_teacher(aligned_run, finished_run, tmp_path_factory.mktemp("distributed") / "run")
+    train(home, inputs, processes=2)
     return home
 
 
 @pytest.mark.slow
-def test_one_process_equals_two(alone, aligned_run, inputs, tmp_path):
-    together = with_teacher(aligned_run, alone, tmp_path / "together")
-    run(STAGE, "--run-dir", together, "--tasks", inputs["tasks"], *SHARED, processes=2)
+@pytest.mark.parametrize(("name", "flags"), [
+    ("llama", ["--masks", "l0-released", "--mask-lr", "0.3"]), ("olmoe", []), ("glm4_moe", []),
+    ("stablelm", [])])
+def test_a_run_resumes_to_the_same_bits_and_two_processes_equal_one(name, flags, inputs, tmp_path):
+    """Experts are rows that ranks share; what a router adds is in their checkpoints."""
+    model, words = save_tiny(tmp_path / "model", **FAMILIES.get(name, {})), [*SHARED, *flags]
+    aligned = align(tmp_path / "aligned", inputs | {"model": model})
+    alone = copy_run(aligned, tmp_path / "alone")
+    train(alone, inputs, *words)
+    stopped, together = (with_teacher(aligned, alone, tmp_path / name) for name in ("stopped", "together"))
+    stop(2, *train_arguments(stopped, inputs, *words))
+    assert "after step 3\n" in train(stopped, inputs, *words).stdout
+    assert_same_bits(stopped, alone)
+    train(together, inputs, *words, processes=2)
     assert_same_training(together, alone)
 
 
 @pytest.mark.slow
-def test_a_teacher_of_two_processes_is_that_of_one(alone, aligned_run, inputs, tmp_path):
-    together = copy_run(aligned_run, tmp_path / "together")
-    run(STAGE, "--run-dir", together, "--tasks", inputs["tasks"], *SHARED, processes=2)
-    trained = safetensors.torch.load_file(alone / "teacher" / "model.safetensors")
-    for name, tensor in safetensors.torch.load_file(together / "teacher" / "model.safetensors").items():
-        torch.testing.assert_close(tensor, trained[name], rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_released_masks_resume_to_the_same_bits_and_two_processes_equal_one(
-    alone, aligned_run, inputs, tmp_path
-):
-    homes = [with_teacher(aligned_run, alone, tmp_path / name) for name in ("whole", "stopped", "together")]
-    words = ["--tasks", inputs["tasks"], *SHARED, "--mask-lr", "0.3", "--masks", "l0-released"]
-    run(STAGE, "--run", homes[0], *words)
-    stop(2, "--run", homes[1], *words)
-    assert "after step 3\n" in run(STAGE, "--run", homes[1], *words).stdout
-    assert_same_bits(homes[1], homes[0])
-    run(STAGE, "--run-dir", homes[2], *words, processes=2)
-    assert_same_training(homes[2], homes[0])
-    lines = metrics(homes[0])
-    assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 4 / 9, 0, 0])
-    assert lines[0]["mask_mean"] > 0.99 and lines[3]["mask_mean"] < 0.1 and "mask_mean" not in lines[4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["olmoe", "glm4_moe", "stablelm"])
-def test_other_families_resume_to_the_same_bits_and_two_processes_equal_one(name, inputs, tmp_path):
-    """Experts are rows that ranks share; what a router adds is in their checkpoints."""
-    homes = [tmp_path / part for part in ("aligned", "alone", "stopped", "together")]
-    run("01_calibrate.py", "--run", homes[0], "--model", save_tiny(tmp_path / "model", **FAMILIES[name]),
-        "--text", inputs["text"], "--sequences", 8, "--length", 64)
-    run("02_similarity.py", "--run", homes[0])
-    run("03_group.py", "--run", homes[0], *GROUPING)
-    run("04_align.py", "--run", homes[0])
-    words = ["--tasks", inputs["tasks"], *SHARED]
-    copy_run(homes[0], homes[1])
-    run(STAGE, "--run", homes[1], *words)
-    with_teacher(homes[0], homes[1], homes[2])
-    stop(2, "--run", homes[2], *words)
-    assert "after step 3\n" in run(STAGE, "--run", homes[2], *words).stdout
-    assert_same_bits(homes[2], homes[1])
-    with_teacher(homes[0], homes[1], homes[3])
-    run(STAGE, "--run-dir", homes[3], *words, processes=2)
-    assert_same_training(homes[3], homes[1])
-
-
-@pytest.mark.slow
 def test_resumed_at_another_world_size(alone, aligned_run, inputs, tmp_path):
-    """Three steps on two processes, the rest, over the switch to GQA, on one; likewise the other way
-    round.
-    """
+    """Three steps on two processes, the rest, over the switch to GQA, on one; and the other way round."""
     for name, first, then in (("fewer", 2, 0), ("more", 0, 2)):
         home = with_teacher(aligned_run, alone, tmp_path / name)
         process = start(home, inputs, *SHARED, processes=first)
         wait_for_step(home, 4)  # after the checkpoint of step 3
         kill(process)
-        done = run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *SHARED, processes=then)
-        assert "resumes" in done.stdout
+        assert "resumes" in train(home, inputs, *SHARED, processes=then).stdout
         assert_same_training(home, alone)
 
 
 @pytest.mark.slow
 def test_two_nodes_of_two_equal_one_process(alone, aligned_run, inputs, tmp_path):
-    """HSDP: weights sharded within a node, replicated over nodes."""
+    """HSDP: weights sharded within a node, replicated over nodes, and gradients reduced after every row."""
     home = with_teacher(aligned_run, alone, tmp_path / "run")
-    train_on_two_nodes(home, inputs, *SHARED, processes=2)
+    train_on_two_nodes(home, inputs, *SHARED, "--reduce", "row", processes=2)
     assert_same_training(home, alone)
     shards = {path.name.split("-")[1] for path in saved_files(home)[-1]}
     assert len(shards) >= 2  # more than one rank wrote
@@ -147,10 +113,10 @@ def test_two_nodes_of_two_equal_one_process(alone, aligned_run, inputs, tmp_path
 ])  # fmt: skip
 def test_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path, count):
     """One rank or all of them, killed at random moments; the run ends as one that was left alone."""
-    settings = [*TRAINING, "--steps", "40", "--save-steps", "1"]
+    settings = ["--steps", "40", "--save-steps", "1"]
     quiet = with_teacher(aligned_run, distributed_run, tmp_path / "quiet")
     home = with_teacher(aligned_run, distributed_run, tmp_path / "killed")
-    run(STAGE, "--run-dir", quiet, "--tasks", inputs["tasks"], *settings, processes=2)
+    train(quiet, inputs, *settings, processes=2)
     kills, draw = 0, random.Random(0)
     while kills < count:
         done = len(metrics(home)) if (home / "train" / "metrics.jsonl").exists() else 0
@@ -165,7 +131,7 @@ def test_kills_in_one_run(distributed_run, aligned_run, inputs, tmp_path, count)
             os.kill(draw.choice(ranks_of(process)), signal.SIGKILL)
             assert process.wait() != 0
         kills += 1
-    run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *settings, processes=2)
+    train(home, inputs, *settings, processes=2)
     assert kills == count
     assert_same_bits(home, quiet)
 
@@ -186,8 +152,12 @@ with joined_ranks() as ranks:
 
 @pytest.mark.slow
 def test_ranks_that_torchrun_restarts_join_each_other_and_not_the_dead(tmp_path):
-    printed = run_script(RESTARTED, tmp_path, 2, options=["--max-restarts", "1"])
-    assert "joined in attempt 2\n" in printed
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED)
+    words = [*launcher(2, "--max-restarts", "1"), str(script)]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                          timeout=200, check=False)
+    assert done.returncode == 0 and "joined in attempt 2\n" in done.stdout, done.stderr
 
 
 @pytest.mark.slow
@@ -198,7 +168,7 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run
     file.write_bytes(file.read_bytes()[:-100])
     done = run("06_export.py", "--run", home, "--force", fails=True)
     assert "train not found" in done.stderr or "expected the record" in done.stderr
-    done = run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
+    done = train(home, inputs, processes=2)
     assert "damaged" in done.stdout and "after step 9\n" in done.stdout and "switch" not in done.stdout
     assert (home / "train" / "step-00000010.damaged-1").is_dir()
     assert_same_bits(home, distributed_run)
@@ -206,27 +176,17 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_used(distributed_run
 
 @pytest.mark.slow
 def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inputs, tmp_path):
-    """The operating system refuses files of more than 64 KiB, as it would on a full disk."""
     home = with_teacher(aligned_run, distributed_run, tmp_path / "run")
     process = start(home, inputs)
     wait_for_step(home, 4)
     kill(process)
     before = [path.read_bytes() for path in saved_files(home)[-1]]
-
-    def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = start(home, inputs, preexec_fn=limited, **pipes)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, errors
-    assert "cannot be written (" in lines[0] and "GiB free there" in lines[0], errors
-    assert "File too large" in lines[0], errors
+    with full_disk(1 << 16):
+        error = train(home, inputs, processes=2, fails=True).stderr
+    assert "cannot be written (" in error and "File too large" in error and "GiB free there" in error, error
     assert not list((home / "train").glob(".*.unfinished"))
     assert [path.read_bytes() for path in saved_files(home)[-1]] == before
-    run(STAGE, "--run-dir", home, "--tasks", inputs["tasks"], *TRAINING, processes=2)
+    train(home, inputs, processes=2)
     assert_same_bits(home, distributed_run)
 
 
@@ -234,7 +194,7 @@ def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inpu
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_path, number):
     home = with_teacher(aligned_run, distributed_run, tmp_path / "run")
-    process = start(home, inputs, *TRAINING, "--steps", "2000", "--save-steps", "5000",
+    process = start(home, inputs, "--steps", "2000", "--save-steps", "5000",
                     options=["--signals-to-handle", "SIGTERM,SIGUSR1"])
     wait_for_step(home, 2)
     process.send_signal(number)
@@ -246,7 +206,6 @@ def test_a_signal_to_torchrun_saves(distributed_run, aligned_run, inputs, tmp_pa
 # what Slurm's commands do for pipelines/slurm.sh: a process a node, which get srun's signals
 STAND_INS = {
     "scontrol": """if [ "$1" = requeue ]; then echo "$2" >> "$REQUEUED"; exit; fi
-[ -z "${EARLY-}" ] || kill -USR1 "$PPID"
 echo 127.0.0.1
 sleep 0.2  # by then a reader of the first line alone is gone
 echo node-1
@@ -264,7 +223,7 @@ exit "$code"
 }
 
 
-def slurm_job(home, inputs, directory, *arguments, **settings) -> subprocess.Popen:
+def slurm_job(home, inputs, directory, *flags, **settings) -> subprocess.Popen:
     """pipelines/slurm.sh as a job of two nodes of one process each, with stand-ins for Slurm's commands.
 
     settings: more variables of its environment.
@@ -280,22 +239,18 @@ def slurm_job(home, inputs, directory, *arguments, **settings) -> subprocess.Pop
            "SLURM_SUBMIT_DIR": str(ROOT), "NPROC": "1", "PORT": port, "PYTHON": sys.executable,
            "REQUEUED": str(directory / "requeued"), "PET_LOCAL_ADDR": "127.0.0.1",
            "PATH": f"{directory}:{os.environ['PATH']}"} | settings
-    command = ["bash", ROOT / "pipelines" / "slurm.sh", "--run-dir", home, "--tasks", inputs["tasks"]]
+    command = ["bash", ROOT / "pipelines" / "slurm.sh", *train_arguments(home, inputs, *flags)]
     with open(directory / "log", "a") as log:
-        return subprocess.Popen([*command, *arguments], cwd="/", env=os.environ | job, stdout=log, stderr=log)
-
-
-def test_a_slurm_job_that_is_signaled_before_its_step_is_requeued_without_one(inputs, tmp_path):
-    job = slurm_job(tmp_path / "run", inputs, tmp_path, EARLY="yes")
-    assert job.wait(timeout=60) == 0 and (tmp_path / "requeued").read_text() == "42\n"
-    assert not (tmp_path / "requeued.options").exists()
+        return subprocess.Popen(command, cwd="/", env=os.environ | job, stdout=log, stderr=log)
 
 
 @pytest.mark.slow
 def test_a_slurm_job_is_stopped_before_its_time_is_over_requeued_and_resumed(
     alone, aligned_run, inputs, tmp_path
 ):
-    """To the bits of a job with time enough, which is not requeued. srun is told how many CPUs a task has."""
+    """To the bits of a job with time enough, which is not requeued, nor is one that fails. srun is told how
+    many CPUs a task has.
+    """
     settings, requeued = [*SHARED, "--steps", "40", "--save-steps", "500"], tmp_path / "slurm" / "requeued"
     whole, home = (with_teacher(aligned_run, alone, tmp_path / name) for name in ("whole", "stopped"))
     job = slurm_job(whole, inputs, tmp_path / "slurm", *settings, SLURM_CPUS_PER_TASK="3")
@@ -315,12 +270,7 @@ def test_a_slurm_job_is_stopped_before_its_time_is_over_requeued_and_resumed(
     assert job.wait(timeout=300) == 0 and requeued.read_text() == "42\n"
     assert f"resumes {home}/train after step {done}\n" in log.read_text()
     assert_same_bits(home, whole)
-
-
-@pytest.mark.slow
-def test_a_slurm_job_that_fails_is_not_requeued(aligned_run, inputs, tmp_path):
     for flags in (["--force"], ["--epochs", "0"]):
-        job = slurm_job(aligned_run, inputs, tmp_path / "slurm", *flags)
-        assert job.wait(timeout=120) != 0 and not (tmp_path / "slurm" / "requeued").exists()
-    log = (tmp_path / "slurm" / "log").read_text()
-    assert "error: --force: expected none" in log and "error: --epochs: expected" in log, log
+        job = slurm_job(home, inputs, tmp_path / "slurm", *flags)
+        assert job.wait(timeout=120) != 0 and requeued.read_text() == "42\n"
+        assert f"error: {flags[0]}: expected" in log.read_text(), log.read_text()

@@ -1,9 +1,8 @@
 """The flags of stage 5: published values, those of the demo model, budgets, and what is refused."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
-import torch
 
 from common.data.demo import DEMO, training_defaults
 from common.data.pool import Pool
@@ -11,14 +10,12 @@ from common.data.rows import Sample
 from common.models import blending
 from common.run.errors import UserError
 from common.run.flags import Cases
-from common.training import memory, settings
+from common.training import settings
 from common.training.conversion import Conversion
 from common.training.engine import batch_for, epochs_to_steps, published_epochs, warmup_for
 from common.training.heldout import QUESTIONS
-from common.training.memory import Cluster, Device, Phase, Workload
 from common.training.settings import Schedules
-from common.training.sharding import Ranks
-from reference import SCHEDULE, stage5
+from reference import stage5
 from runs import flags
 
 PUBLISHED, WITHOUT_TASKS = (
@@ -118,68 +115,18 @@ def test_data_flags_left_out(monkeypatch):
         assert (args.teacher, args.heldout_text, args.text_length) == (teacher, heldout, 100)
 
 
-def fitted(monkeypatch, needs, *words, rows=True, lengths=(500, 500), device="cuda"):
-    """(tokens of a row, recompute, whole) of a student on eight devices, each of which holds what `needs`
-    (tokens of a row, recompute, whole) says is at most 1.
-    """
-    eight = Cluster(8, Device(80))
-
-    def too_large(phases, cluster, share=1) -> bool:
-        assert cluster == eight
-        return any(needs(schedule.tokens_per_microbatch, work.recompute, work.whole) > share
-                   for _, work, _, schedule in phases.values())
-
-    monkeypatch.setattr(memory, "cluster_of", lambda ranks: eight)
-    monkeypatch.setattr(memory, "too_large", too_large)
-    monkeypatch.setattr(settings, "phases_of", lambda args, pair, pool, execution, schedules: {
-        "student": Phase("", Workload(None, [*lengths], [], 512, execution.recompute), None,
-                         schedules.student)})
-    args = flags(*words, "--dtype", "float32")
-    schedule = replace(SCHEDULE, batch=64, tokens_per_microbatch=4096)
-    ranks = Ranks(0, 8, torch.device(device))
-    chosen = settings.choose_by_memory(args, None, None, Schedules(schedule, None), ranks, rows)
-    execution = chosen.execution
-    assert chosen.schedules.teacher is None and execution.compile == args.compile
-    return chosen.schedules.student.tokens_per_microbatch, execution.recompute, execution.whole
-
-
-def test_memory_decides_rows_recomputing_and_gathering(monkeypatch):
-    """Rows double from 4096 tokens to a rank's share of a batch, 64 x 500 / 8 = 4000, 64 x 4000 / 8 = 32000,
-    and two standard deviations; each rank may hold the tokens of a row, more if it keeps weights whole.
-    """
-    def needs(room):
-        return lambda tokens, recompute, whole: (tokens / 4 ** recompute + 5000 * whole) / room
-
-    def fit(room, *words, lengths=(4000, 4000), **options):
-        return fitted(monkeypatch, needs(room), *words, lengths=lengths, **options)
-
-    assert fit(1e9, lengths=(500, 500)) == (4096, False, True)
-    assert fit(1e9) == (32768, False, True)
-    assert fit(1e9, lengths=(0, 8000)) == (65536, False, True)  # 32000 tokens, and two times 4000
-    assert fit(33000) == (32768, False, False)
-    assert fit(32000) == (16384, False, False)
-    assert fit(32700) == (16384, False, True)  # 21384 is less than two thirds
-    assert fit(4000) == (8192, True, False)  # 2048 of 4096 tokens' activations, or four times fewer
-    assert fit(4000, "--no-recompute", "--compile") == (4096, False, False)
-    assert fit(1e9, rows=False) == (4096, False, True)  # a flag's, or those of a training that goes on
-    assert fit(1e9, device="cpu") == (4096, False, True)
-    assert fit(1, device="cpu") == (4096, False, False)
-
-
 @pytest.mark.parametrize("demo, expected", [
     (False, PUBLISHED | {"teacher_warmup": settings.TEACHER_WARMUP}), (True, OF_DEMO)])
 def test_flags_left_out_take_the_published_values(demo, expected):
     args = filled(pair_of(demo=demo))
-    values = {name: getattr(args, name) for name in expected.keys() - set(settings.OF_LENGTH)}
-    assert values.items() <= expected.items()
+    assert all(getattr(args, name) == expected[name] for name in expected.keys() - {*settings.OF_LENGTH})
     schedules = schedules_of(pair_of(demo=demo), 64_000, row=99)
     for schedule, prefix in ((schedules.teacher, "teacher_"), (schedules.student, "")):
         assert schedule.batch == expected[f"{prefix}batch"]
         assert schedule.warmup == expected[f"{prefix}warmup"]
         assert (schedule.clip, schedule.seed, schedule.save_minutes) == (1.0, 0, 20)
         assert schedule.tokens_per_microbatch == 99
-    args = filled(pair_of(), "--lr", "3e-4", "--batch", "5")
-    assert (args.lr, args.batch, args.tasks) == (3e-4, 5, "hub")
+    assert filled(pair_of(), "--lr", "3e-4").lr == 3e-4
 
 
 @pytest.mark.parametrize("demo", [False, True])
@@ -198,9 +145,8 @@ def test_defaults_without_tasks(demo, blended, chosen):
 
 def test_the_batch_without_tasks_follows_from_the_samples():
     assert [batch_for(samples) for samples in (1, 499, 750, 5000, 10**6)] == [2, 2, 3, 20, 64]
-    for extra, batch, count in (([], 8, 250), (["--batch", "5"], 5, 400)):
-        student = schedules_of(pair_of(), 0, "--tasks", "none", *extra, texts=2000).student
-        assert (student.batch, student.steps) == (batch, count)
+    student = schedules_of(pair_of(), 0, "--tasks", "none", texts=2000).student
+    assert (student.batch, student.steps) == (8, 250)
 
 
 def test_warm_up_takes_a_tenth_of_a_short_training_at_most():

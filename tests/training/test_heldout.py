@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +25,7 @@ from common.models.equivalence import COMPARED
 from common.models.head import product
 from common.models.load import load_model, load_tokenizer
 from common.run.artifact import read_record
-from common.training import checkpoints
+from common.run.errors import UserError
 from common.training.checkpoints import saved_checkpoints, whole_weights
 from common.training.engine import Step, steps
 from common.training.heldout import Heldout, heldout_texts, load_heldout
@@ -44,9 +42,7 @@ from reference import (
     half_masked_student,
     measured,
 )
-from runs import MEASURED, STAGE, copy_run, expect_error, run, with_teacher
-from runs import TRAINING as TRAINING_FLAGS
-from torchrun import run_script
+from runs import MEASURED, STAGE, save_lines, train, valid_record, with_teacher
 
 
 @torch.no_grad()
@@ -133,49 +129,6 @@ def test_measuring_leaves_no_trace_in_training(group_of_one, tmp_path, make_stud
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_lines(group_of_one, tmp_path):
-    """Stopped between two measured steps."""
-
-    def interrupt(step) -> None:
-        if step.number == 2:
-            signal.raise_signal(signal.SIGTERM)
-
-    assert half_masked_student(group_of_one, tmp_path, "whole").train(HELDOUT)
-    assert not half_masked_student(group_of_one, tmp_path, "stopped").train(HELDOUT, interrupt)
-    student = half_masked_student(group_of_one, tmp_path, "stopped")
-    checkpoints.load(student.job, saved_checkpoints(student.job.directory)[-1])
-    assert student.job.step == 3 and student.train(HELDOUT)
-    assert lines_of(tmp_path / "stopped") == lines_of(tmp_path / "whole")
-
-
-ON_EVERY_RANK = """
-import json
-import sys
-from pathlib import Path
-
-from common.training.sharding import joined_ranks
-from reference import gqa_student, half_masked_student, measured
-
-home = Path(sys.argv[1])
-with joined_ranks() as ranks:
-    figures = [measured(make(ranks, home)) for make in (gqa_student, half_masked_student)]
-    Path(home, f"figures-{ranks.rank}.json").write_text(json.dumps(figures))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
-def test_sharded_models_have_the_same_metrics(group_of_one, tmp_path, processes):
-    """Ranks have unequal shares of the samples."""
-    alone = [measured(make(group_of_one, tmp_path)) for make in (gqa_student, half_masked_student)]
-    run_script(ON_EVERY_RANK, tmp_path, processes, tmp_path)
-    for rank in range(processes):
-        figures = json.loads(Path(tmp_path, f"figures-{rank}.json").read_text())
-        for ours, theirs in zip(figures, alone, strict=True):
-            assert ours == pytest.approx(theirs, rel=0, abs=1e-5)
-
-
 def test_steps_to_measure_after():
     assert not any(NOTHING.due(step, 10) for step in range(1, 11))
     heldout = replace(HELDOUT, every=4)
@@ -217,6 +170,8 @@ def test_what_is_held_out(group_of_one, inputs, tmp_path):
                 for example in load_task(task, "validation", inputs["tasks"])[0][:2]]
     assert heldout.sets[TASK_SET] == [tokenize(example, tokenizer) for example in examples]
     text = Sample((1, 2, 3))
+    with pytest.raises(UserError, match="--heldout-questions 2: expected --tasks with it"):
+        kept_out(inputs, group_of_one, tasks=NONE, heldout_questions=2)
     single = kept_out(inputs, group_of_one, texts=[text], tasks=NONE)
     assert single.sets == {TEXT_SET: [text]} and single.left is None
 
@@ -229,48 +184,31 @@ def test_number_of_questions(group_of_one, inputs, tmp_path):
 
     assert count() == count(heldout_questions=99) == 10 and count(heldout_questions=3) == 6
     assert count(heldout_questions=0) == count(tasks=NONE) == 0
-    for name in ("piqa.validation.jsonl", "siqa.train.jsonl"):
-        shutil.copy(Path(inputs["tasks"], name), tmp_path)
+    shutil.copy(Path(inputs["tasks"], "piqa.validation.jsonl"), tmp_path)
     assert count(tasks=str(tmp_path)) == 5
-    os.remove(tmp_path / "piqa.validation.jsonl")
-    assert count(tasks=str(tmp_path)) == 0
 
 
-def test_what_training_or_calibration_reads_is_left_out(inputs, aligned_run, tmp_path, group_of_one, capsys):
+def test_what_training_or_calibration_reads_is_left_out(inputs, tmp_path, group_of_one, capsys):
     """Of a file for --heldout-text: blocks of a text, and documents of a table that calibration has read."""
-    home, table = copy_run(aligned_run, tmp_path / "run"), tmp_path / "table.jsonl"
-    origin = DataContext(inputs["model"], str(home), "cpu", group_of_one)
+    origin = DataContext(inputs["model"], str(tmp_path), "cpu", group_of_one)
     sources = Sources(text=[inputs["text"]], text_length=8, heldout_sequences=5)
     apart = "".join(parse_source(inputs["text"]).contents(documents.HELDOUT))
     tokenizer = load_tokenizer(inputs["model"])
     texts = heldout_texts(replace(sources, heldout_text=inputs["text"]), origin)
     assert sum((sample.prompt for sample in texts), []) == tokenizer(apart)["input_ids"][:80]
+    (tmp_path / "copy.txt").write_text("".join(parse_source(inputs["text"]).contents(TRAIN)))
+    with pytest.raises(UserError, match="/copy.txt: expected text that training and calibration do not read"):
+        heldout_texts(replace(sources, heldout_text=str(tmp_path / "copy.txt")), origin)
     assert "blocks that training or calibration reads" in capsys.readouterr().out
     rows = [f"{number} is read " * 9 for number in range(99)]
     rows = [row for row in rows if in_part(row, TRAIN)][:2] + ["for neither " * 40]
-    table.write_text("".join(json.dumps({"text": document}) + "\n" for document in rows))
-    (tmp_path / "train.jsonl").write_text("".join(table.read_text().splitlines(keepends=True)[:2]))
-    record = json.loads((home / "calibration/stage.json").read_text())
-    record["arguments"]["text"] = str(tmp_path / "train.jsonl")
-    (home / "calibration/stage.json").write_text(json.dumps(record))
-    texts = heldout_texts(replace(sources, text=(), heldout_text=str(table)), origin)
+    table = save_lines(tmp_path / "table.jsonl", rows)
+    record = valid_record("01_calibrate.py")
+    record["arguments"]["text"] = save_lines(tmp_path / "train.jsonl", rows[:2])
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration/stage.json").write_text(json.dumps(record))
+    texts = heldout_texts(replace(sources, text=(), heldout_text=table), origin)
     assert sum((sample.prompt for sample in texts), []) == tokenizer(rows[2])["input_ids"][:80]
-
-
-@pytest.mark.parametrize("words, message", [
-    ("--tasks none --text TEXT --heldout-text missing.txt", "text missing.txt: not found"),
-    ("--tasks none --text TEXT --heldout-text COPY",
-     "/copy.txt: expected text that training and calibration do not read, found all of it in "),
-    ("--tasks none --text TEXT --heldout-questions 5", "--heldout-questions 5: expected --tasks with it"),
-])  # fmt: skip
-def test_what_cannot_be_held_out_is_refused_before_training(aligned_run, inputs, tmp_path, words, message):
-    home = copy_run(aligned_run, tmp_path / "run")
-    (tmp_path / "copy.txt").write_text("".join(parse_source(inputs["text"]).contents(TRAIN)))
-    places = {"TEXT": inputs["text"], "COPY": tmp_path / "copy.txt"}
-    flags = [places.get(word, word) for word in words.split()]
-    expect_error(message, STAGE, "--run", home, *TRAINING_FLAGS, *flags)
-    assert not (home / "train").exists() and not (home / "teacher.train").exists()
-    assert "missing.txt" not in words or not (home / "tokens").exists()  # before --text is tokenized
 
 
 @pytest.mark.slow
@@ -278,8 +216,8 @@ def test_the_stage_measures_the_student_that_it_writes(finished_run, aligned_run
     """The held-out loss of the last line is what the exported checkpoint has on the same tokens: those of the
     text that calibration has not read."""
     home = with_teacher(aligned_run, finished_run, tmp_path / "run")
-    run(STAGE, "--run", home, "--tasks", inputs["tasks"], *TRAINING_FLAGS, "--steps", "3", "--masks", "off",
-        "--heldout-text", inputs["text"], "--heldout-sequences", "4", "--heldout-every", "2")
+    train(home, inputs, "--steps", 3, "--masks", "off",
+          "--heldout-text", inputs["text"], "--heldout-sequences", 4, "--heldout-every", 2)
     lines = read_metrics(str(home / "train" / METRICS))
     assert [line["step"] for line in lines if f"{TEXT_SET}_loss" in line] == [1, 2, 3]
     student = load_model(str(home / "merged"))

@@ -71,10 +71,8 @@ def workload(lengths: list[int]) -> Workload:
 
 def test_rows_of_the_busiest_step():
     """64 samples of 100 and 300 tokens on a rank of four: 3200 in the mean, 5 * 8 * 100 / 4 more at most."""
-    work, eight = workload([100, 300]), batches(64)
-    assert work.rows(eight, 4) == (1, 3200) and work.rows(eight, 5, 5) == (1, 3360)
-    assert work.rows(eight, 4, 5) == (2, 4096) and work.rows(eight, 1) == (4, 4096)
-    assert replace(work, lengths=[200]).rows(eight, 4, 5) == (1, 3200)  # without spread
+    work = workload([100, 300])
+    assert work.rows(batches(64), 4) == (1, 3200) and work.rows(batches(64), 4, 5) == (2, 4096)
     # 16 samples of 16,384 tokens, each a row by itself, and 16 of 1024
     assert workload([16384, 1024]).rows(batches(32), 4) == ((16 + 16 / 4) / 4, 16384)
     samples, ranks = random_samples(400), SimpleNamespace(rank=0, world=2)
@@ -89,11 +87,34 @@ def test_layers_are_recomputed_where_activations_do_not_fit(ranks, gib, large):
     """LLaMA2-7B on texts of 512 tokens, in rows of 4096."""
     trained = {"teacher": None, "student": Student(8)}
     phases = {name: Phase("", workload([512] * 10), each, batches(64)) for name, each in trained.items()}
-    cluster = Cluster(ranks, Device(gib))
-    assert memory.too_large(phases, cluster) == large
     for recompute in (True, False):
-        fitted = memory.fit(phases, cluster, recompute, False)
+        fitted = memory.fit(phases, Cluster(ranks, Device(gib)), recompute, False)
         assert [phase.work.recompute for phase in fitted.values()] == [large and recompute] * 2
+
+
+@pytest.mark.parametrize("room, lengths, recompute, expected", [
+    (1e9, [500, 500], True, (4096, False, True)),
+    (1e9, [4000, 4000], True, (32768, False, True)),
+    (1e9, [0, 8000], True, (65536, False, True)),  # 32000 tokens, and two times 4000
+    (33000, [4000, 4000], True, (32768, False, False)),
+    (32700, [4000, 4000], True, (16384, False, True)),  # 21384 is less than two thirds
+    (32000, [4000, 4000], True, (16384, False, False)),
+    (4000, [4000, 4000], True, (8192, True, False)),  # 2048 of 4096 tokens' activations, or four times fewer
+    (4000, [4000, 4000], False, (4096, False, False)),
+])
+def test_memory_decides_rows_recomputing_and_gathering(monkeypatch, room, lengths, recompute, expected):
+    """Rows double from 4096 tokens to a rank's share of a batch, 64 x 4000 / 8 = 32000, and two standard
+    deviations. A rank has room for the tokens of a row; more are needed to keep weights whole.
+    """
+    def too_large(phases, cluster, share=1) -> bool:
+        _, work, _, schedule = phases["student"]
+        tokens = schedule.tokens_per_microbatch / 4**work.recompute
+        return tokens + 5000 * work.whole > share * room
+
+    monkeypatch.setattr(memory, "too_large", too_large)
+    phases = {"student": Phase("", workload(lengths), None, batches(64))}
+    _, work, _, schedule = memory.fit(phases, Cluster(8, Device(80)), recompute, rows=True)["student"]
+    assert (schedule.tokens_per_microbatch, work.recompute, work.whole) == expected
 
 
 def test_the_cluster_of_a_run_has_the_memory_of_its_smallest_device(monkeypatch):

@@ -1,13 +1,14 @@
 """Packing changes the speed and nothing else: no attention across samples, the same loss and gradient."""
 
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from common.data.rows import Sample
 from common.method.losses import cross_entropy
+from common.training import packing
 from common.training.attention import Trainee
 from common.training.engine import Job, Schedule, Step
 from common.training.packing import (
@@ -16,7 +17,6 @@ from common.training.packing import (
     build_row,
     idle_row,
     pack,
-    rows_ahead,
     rows_of_step,
     split_over_ranks,
 )
@@ -65,33 +65,20 @@ def test_weights_stand_where_tokens_are_predicted():
     assert row.lengths == (3, 7) == (len(text), len(chat)) and chat.answer_tokens == 4
 
 
-class Reads(list):
-    """Samples that note which of them are read, and by which threads."""
+def test_rows_are_built_one_step_ahead_by_a_thread(monkeypatch):
+    built = []
 
-    def __init__(self, samples):
-        super().__init__(samples)
-        self.read, self.threads = [], set()
+    def note(samples, step, *others) -> str:
+        built.append((step, threading.current_thread()))
+        return f"rows of step {step}"
 
-    def __getitem__(self, index):
-        self.read.append(index)
-        self.threads.add(threading.current_thread())
-        return super().__getitem__(index)
-
-
-def test_rows_are_built_one_step_ahead_by_a_thread():
-    ranks = Ranks(1, 2, torch.device("cpu"))
-    here, ahead = Reads(random_samples(20)), Reads(random_samples(20))
-    expected = [rows_of_step(here, step, schedule(64), ranks) for step in (3, 4)]
-    batches = rows_ahead(ahead, range(3, 100), schedule(64), ranks)
-    for row, theirs in zip(next(batches), expected[0], strict=True):
-        for field in fields(row):
-            columns = (torch.as_tensor(getattr(each, field.name)) for each in (row, theirs))
-            assert torch.equal(*columns), field.name
+    monkeypatch.setattr(packing, "rows_of_step", note)
+    batches = packing.rows_ahead([], range(3, 100), schedule(64), ALONE)
+    assert next(batches) == "rows of step 3"
     batches.close()
-    assert ahead.read == here.read  # those of this step, and of the next one
-    (thread,) = ahead.threads
-    assert thread is not threading.current_thread() and not thread.is_alive()
-    assert len([*rows_ahead(ahead, range(3, 6), schedule(64), ranks)]) == 3
+    (steps, threads) = zip(*built, strict=True)
+    assert steps == (3, 4) and not {threading.current_thread(), *threading.enumerate()} & {*threads}
+    assert [*packing.rows_ahead([], range(98, 100), schedule(64), ALONE)][1:] == ["rows of step 99"]
 
 
 def without_borders(row: Row) -> Row:

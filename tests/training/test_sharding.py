@@ -17,60 +17,11 @@ from common.models.families import merged_modules
 from common.models.load import load_config
 from common.run.errors import UserError
 from common.training import sharding, students
-from common.training.attention import Trainee
 from common.training.engine import Step
 from common.training.packing import build_row
 from common.training.sharding import Execution, build, reduce_gradients, sum_over_ranks
 from models import save_tiny, tiny_model
 from reference import SAMPLES, SCHEDULE, Operations, built, half_masked_student, pretended_ranks
-from torchrun import run_script
-
-GRADIENTS_ARE_REDUCED = """
-import os, sys
-import torch
-from common.training.engine import clip_gradients
-from common.training.packing import build_row
-from common.training.sharding import joined_ranks, reduce_gradients
-from reference import SAMPLES, built
-
-with joined_ranks() as ranks:
-    if "two nodes" in sys.argv:
-        os.environ["LOCAL_WORLD_SIZE"] = "1"
-    results = []
-    for every_row in (False, True):
-        trainee = built(sys.argv[1], ranks)
-        for number in range(3):
-            reduce_gradients(trainee, last=number == 2, every_row=every_row)
-            (trainee(build_row(SAMPLES[number:], 3)).square().sum() * (1 + ranks.rank)).backward()
-        reached = {name: each.grad for name, each in trainee.net.named_parameters() if each.grad is not None}
-        results.append({name: gradient.full_tensor() for name, gradient in reached.items()})
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-    norm = clip_gradients(trainee, 0.1)
-    clipped = {name: trainee.net.get_parameter(name).grad.full_tensor() for name in results[0]}
-    torch.save((results[0], norm, clipped), sys.argv[2])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", ["one node", "two nodes"])
-def test_gradients_are_those_of_one_process(tmp_path, nodes):
-    """Three rows on two ranks: gradients against those of a single process, as their norm and what clipping
-    leaves of them.
-    """
-    source, gradients = save_tiny(tmp_path / "model"), tmp_path / "gradients.pt"
-    run_script(GRADIENTS_ARE_REDUCED, tmp_path, 2, source, gradients, nodes)
-    model = Trainee(tiny_model(attn_implementation="packed"))
-    for index in range(3):
-        model(build_row(SAMPLES[index:], 3)).square().sum().backward()
-    reduced, norm, clipped = torch.load(gradients)
-    # FSDP averages over ranks, whose losses were scaled by 1 and 2
-    expected = {name: 1.5 * parameter.grad for name, parameter in model.net.named_parameters()
-                if parameter.grad is not None}
-    length = sum(float(gradient.double().square().sum()) for gradient in expected.values()) ** 0.5
-    assert float(norm) == pytest.approx(length, rel=1e-4) and length > 1
-    for name, gradient in expected.items():
-        torch.testing.assert_close(reduced[name], gradient, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(clipped[name], gradient * 0.1 / length, rtol=1e-4, atol=1e-7)
 
 
 def test_gradients_in_bfloat16_are_summed_in_float32(group_of_one, tmp_path):
