@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 
 from audit.training import pulled, released, released_size
@@ -47,18 +46,6 @@ def test_their_adam():
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.95), 1e-11, 0)
 
 
-@pytest.mark.parametrize("goal", [1.0, 0.75, 0.5, 0.4999, 0.3, 0.0])
-@pytest.mark.parametrize("size", [0.05, 0.5, 0.98])
-@pytest.mark.parametrize("center", [-5.0, 2.0])
-def test_masks_are_pulled_as_released(goal, size, center):
-    log_alpha = center + torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
-    before = log_alpha.clone()
-    copy = released_masks.pulled(log_alpha, torch.tensor(size), goal, 0.3)
-    expected = pulled(before.flatten().tolist(), size, goal, 0.3)
-    torch.testing.assert_close(copy.flatten(), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    assert torch.equal(log_alpha, before)  # the pull is the copy's alone
-
-
 def test_a_gradient_at_the_copy_is_log_alphas():
     log_alpha = torch.tensor([[2.0, -1.0, 0.3]], requires_grad=True)
     for progress in (0.0, 0.5):
@@ -66,18 +53,6 @@ def test_a_gradient_at_the_copy_is_log_alphas():
         assert torch.equal(copy, log_alpha) == (progress == 0)  # before the first step there is no size
         (gradient,) = torch.autograd.grad((copy**3).sum(), log_alpha)
         torch.testing.assert_close(gradient, 3 * copy.detach() ** 2)
-
-
-def test_masks_settle_as_released():
-    """The weight of the copy: |size - T|, but at least 0.002 and progress^5 / 2."""
-    copy, after = torch.tensor([[0.5, -0.5]]), torch.tensor([[1.5, -9.0]])
-    size = (1 / (1 + math.exp(-1.5 - math.log(199) / 3)) + 1 / (1 + math.exp(1.5 - math.log(199) / 3))) / 2
-    for goal, progress, weight in ((size, 0.1, 0.002), (size, 0.8, 0.8**5 / 2), (size, 1.0, 0.5),
-                                   (size - 0.25, 0.1, 0.25), (size + 0.25, 0.1, 0.25)):
-        log_alpha = after.clone()
-        assert float(released_masks.after_update(log_alpha, copy, goal, progress)) == pytest.approx(size)
-        expected = (weight * copy + (1 - weight) * after).clamp(-8, 8)
-        torch.testing.assert_close(log_alpha, expected, rtol=1e-5, atol=1e-6)
 
 
 STEPS, WARMUP, MASKED = 100, 30, 80
