@@ -7,13 +7,7 @@ import paper
 from common.method.merge import Merge
 from common.models.edits import fuse_groups, merged_state
 from models import tiny_model
-from reference import plain_merge
-
-
-def random_rotations(heads: int, size: int):
-    values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64)).Q
-    angles = 6.3 * torch.rand(heads, size // 2, dtype=torch.float64)
-    return values, torch.polar(torch.ones_like(angles), angles)
+from reference import plain_merge, random_rotations
 
 
 @torch.no_grad()
@@ -23,7 +17,7 @@ def test_fusing_writes_equations_12_to_16(repeats):
     heads = 8 // repeats
     attention = tiny_model(bias=True, num_key_value_heads=heads).double().model.layers[0].self_attn
     before = {name: p.clone() for name, p in attention.named_parameters()}
-    values, keys = random_rotations(heads, 8)
+    values, keys = random_rotations(attention, torch.Generator().manual_seed(0))
     order, grouped = torch.randperm(heads), (2, heads // 2)
     fuse_groups(attention, order.view(grouped), values.unflatten(0, grouped), keys.unflatten(0, grouped))
     rows = [slice(8 * head, 8 * head + 8) for head in range(8)]

@@ -289,9 +289,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
             file.write(b"half")
             raise error
     assert contents(tmp_path) == {"home/x": "first"}
-    (tmp_path / "directory").mkdir()
-    with pytest.raises(UserError, match="directory: cannot be written: .*Is a directory"):
-        files.write_json(str(tmp_path / "directory"), {})
 
 
 def test_what_a_calibration_has_read_is_known_by_size_and_time(args, tmp_path, monkeypatch):
