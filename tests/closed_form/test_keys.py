@@ -14,24 +14,26 @@ from reference import DISTANCES, FREQUENCIES, normal, rope_rotations
 
 GROUPS, MEMBERS, SIZE, TOKENS = 2, 3, 8, 60
 SCALE = torch.tensor([1.0, 0.7, 1.6, 0.4], dtype=torch.float64)  # of queries and keys
+ROTATIONS = rope_rotations()
+SCALES = pytest.mark.parametrize("scale", [None, SCALE], ids=["", "scaled"])
 
 
-def scaled(turns: torch.Tensor) -> torch.Tensor:
-    """S R S, by which scores read keys where RoPE scales queries and keys, too."""
-    scale = torch.diag(SCALE.repeat(2))
-    return scale @ turns @ scale
+def rope_turns(scale: torch.Tensor | None = None) -> torch.Tensor:
+    """R(-t), or S R(-t) S, by which scores read keys where RoPE scales queries and keys, too."""
+    diagonal = torch.eye(SIZE).double() if scale is None else torch.diag(scale.repeat(2))
+    return diagonal @ ROTATIONS @ diagonal
 
 
 class Sampled:
     """Keys [n, G, D, d] with a mean and a mixing of heads, queries likewise, and the loss written out."""
 
-    def __init__(self, turns: torch.Tensor | None = None):
+    def __init__(self, turns: torch.Tensor = ROTATIONS):
         mix = normal(GROUPS, MEMBERS * SIZE, MEMBERS * SIZE, seed=1) / 5
         shape = TOKENS, GROUPS, MEMBERS, SIZE
         keys = torch.einsum("ngx,gxy->ngy", normal(TOKENS, GROUPS, MEMBERS * SIZE, seed=2), mix)
         self.keys = keys.view(shape) + normal(GROUPS, MEMBERS, SIZE, seed=3)
         self.queries = normal(*shape, seed=4) @ normal(SIZE, SIZE, seed=5)
-        self.turns = rope_rotations() if turns is None else turns
+        self.turns = turns
 
     def fit(self, turns: RopeAverages | None = None) -> KeyFit:
         gram = torch.einsum("ngia,ngjb->gijab", self.keys, self.keys) / TOKENS
@@ -69,7 +71,8 @@ def test_turns_are_rope_and_its_averages():
         turns = RopeAverages(rotary.inv_freq.double(), torch.tensor([float(distance)], dtype=torch.float64))
         score = query[0, 0, 0].double() @ turns.turn(key[0, 0, 0].double())
         assert float(score) == pytest.approx(float((turned_query * turned_key).sum()), abs=1e-4)
-    for scale, each in ((None, rope_rotations()), (SCALE, scaled(rope_rotations()))):
+    for scale in (None, SCALE):
+        each = rope_turns(scale)
         turns, matrix, mean = RopeAverages(FREQUENCIES, DISTANCES, scale), normal(3, SIZE, SIZE), each.mean(0)
         forward = torch.einsum("tab,gbc,tdc->gad", each, matrix, each) / 5
         backward = torch.einsum("tba,gbc,tcd->gad", each, matrix, each) / 5
@@ -88,17 +91,18 @@ def test_distances_are_log_uniform_up_to_the_context():
     assert float((distances + 1).log().mean()) == pytest.approx(np.log(4097) / 2, rel=1e-12)
 
 
-def test_the_loss_is_the_variance_of_the_scores_error():
-    sampled = Sampled()
-    ours, definition = sampled.fit().loss(*factors()), sampled.loss(*factors())
+@SCALES
+def test_the_loss_is_the_variance_of_the_scores_error(scale):
+    sampled, turns = Sampled(rope_turns(scale)), RopeAverages(FREQUENCIES, DISTANCES, scale)
+    ours, definition = sampled.fit(turns).loss(*factors()), sampled.loss(*factors())
     torch.testing.assert_close(ours, definition, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("scale", [None, SCALE], ids=["", "scaled"])
+@SCALES
 @pytest.mark.parametrize("half", ["encode", "decode"])
 def test_each_half_is_the_least_squares_over_all_queries_keys_and_distances(half, scale):
     """Where the loss as written out, convex and quadratic in each half, has no slope."""
-    sampled = Sampled(None if scale is None else scaled(rope_rotations()))
+    sampled = Sampled(rope_turns(scale))
     maps, slopes = dict(zip(("encode", "decode"), factors(), strict=True)), []
     best = getattr(sampled.fit(RopeAverages(FREQUENCIES, DISTANCES, scale)), f"best_{half}")(**maps)
     for tried in (maps[half], best):
@@ -120,22 +124,6 @@ def test_no_half_ever_raises_the_loss(damping, monkeypatch):
         losses.append(fit.loss(encode, decode))
     falls = -torch.stack(losses).diff(dim=0) / losses[0]
     assert (falls >= -1e-12).all() and (falls[:2] > 1e-3).all()
-
-
-def test_what_rope_scales_is_merged_for_the_scores_of_scaled_queries_and_keys():
-    """(S B_i^T q_i)^T R (S k~) against (S q_i)^T R (S k_i), written out; ignoring S loses more of it."""
-    sampled, scale = Sampled(scaled(rope_rotations())), SCALE.repeat(2)
-    fit, ignorant = sampled.fit(RopeAverages(FREQUENCIES, DISTANCES, SCALE)), sampled.fit()
-    encode, decode = merge_rope_keys(fit)
-    shared = torch.einsum("gjab,ngjb->nga", encode, sampled.keys)
-    read = torch.einsum("giba,ngib->ngia", decode, sampled.queries)
-    turned = torch.einsum("tab,ngib->tngia", rope_rotations(), scale * sampled.keys)
-    scores = torch.einsum("qgia,tngia->giqtn", scale * sampled.queries, turned)
-    turned = torch.einsum("tab,ngb->tnga", rope_rotations(), scale * shared)
-    error = scores - torch.einsum("qgia,tnga->giqtn", scale * read, turned)
-    loss = error.flatten(3).var(3, correction=0).mean(2).sum(1)
-    torch.testing.assert_close(fit.loss(encode, decode), loss, rtol=1e-10, atol=0)
-    assert (loss < 0.95 * sampled.loss(*merge_rope_keys(ignorant))).all()
 
 
 def test_keys_that_are_zero_are_merged_and_lose_nothing(monkeypatch):

@@ -84,14 +84,6 @@ def test_an_answer_begins_where_its_generation_prompt_would_open_a_thought(tmp_p
     assert tokens_of(sample) == tokenizer.apply_chat_template(chat)["input_ids"]
 
 
-def test_a_token_that_crosses_a_border_is_the_answers(tmp_path):
-    turns, segments = ["a", "b\n", "\nc"], ["a", "b\n\n", "c"]
-    tokenizer = chatml_tokenizer("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    roles = ["assistant" if number % 2 else "user" for number in range(len(turns))]
-    (sample,), _ = loaded(tmp_path, tokenizer, messages(*zip(roles, turns, strict=True)))
-    assert texts(sample, tokenizer) == segments
-
-
 def test_longer_chats_are_cut(tmp_path):
     tokenizer = chatml_tokenizer()
     chat = messages(*CHAT[1:3], ("user", "Bye."), ("assistant", "Bye!"))
@@ -125,20 +117,14 @@ def test_the_date_is_fixed(tmp_path):
 
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
-CHATS = {"messages": [USER, ANSWER]}
-
-
-def chat_of(*messages: dict) -> dict:
-    return {"messages": messages}
 
 
 @pytest.mark.parametrize(("template", "row", "message"), [
     (CHATML, {"text": "x"}, r"column 'messages' is missing; found columns \['text'\]"),
-    (CHATML, chat_of(ANSWER, USER), "expected an assistant message after another one"),
-    (CHATML, chat_of({"content": "a"}, ANSWER), "column 'messages.1.role' is missing; .*messages.1.content"),
-    (LLAMA2, chat_of(USER, USER, ANSWER), "refused by .*: Conversation roles must"),
-    ("{% if messages|length > 1 %}x{% endif %}", CHATS, "expected a prompt before the first answer"),
-    ("{{ messages.__class__.__mro__ }}", CHATS, ".*refused by the .* chat template: .*__class__.* is unsafe"),
+    (CHATML, {"messages": [ANSWER, USER]}, "expected an assistant message after another one"),
+    (LLAMA2, {"messages": [USER, USER, ANSWER]}, "refused by .*: Conversation roles must"),
+    ("{{ messages.__class__.__mro__ }}", {"messages": [USER, ANSWER]},
+     ".*refused by the .* chat template: .*__class__.* is unsafe"),
 ])
 def test_chats_and_templates_that_do_not_fit_are_one_line(tmp_path, template, row, message):
     (tmp_path / "chats.jsonl").write_text("\n" + json.dumps(row) + "\n")
@@ -149,14 +135,9 @@ def test_chats_and_templates_that_do_not_fit_are_one_line(tmp_path, template, ro
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "tokenizer", "message"), [
-    ("nowhere.jsonl", chatml_tokenizer(), "found no such file"),
-    ("chats.jsonl", byte_tokenizer(), "expected a tokenizer with a chat template for .*, found none"),
-])
-def test_bad_files_and_tokenizers_are_one_line(tmp_path, name, tokenizer, message):
-    save_chats(tmp_path / "chats.jsonl", messages(*CHAT))
-    with pytest.raises(UserError, match=message):
-        load_chats(str(tmp_path / name), tokenizer, 100)
+def test_a_tokenizer_without_a_template_is_refused(tmp_path):
+    with pytest.raises(UserError, match="expected a tokenizer with a chat template for .*, found none"):
+        loaded(tmp_path, byte_tokenizer(), messages(*CHAT))
 
 
 def test_tokenized_chats_beyond_the_vocabulary_are_one_line(tmp_path):

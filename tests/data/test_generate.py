@@ -32,7 +32,7 @@ from models import (
     llama2_tokenizer,
     tiny_model,
 )
-from runs import GROUPING, copy_run, messages, run, save_chats
+from runs import messages, save_chats
 
 
 def logits_of(model, rows: np.ndarray) -> torch.Tensor:
@@ -318,13 +318,6 @@ def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch):
         generated("generated", origin(model, tmp_path), 2, 10)
 
 
-def test_a_piece_that_was_cut_is_generated_again(model, tmp_path):
-    expected = generated("generated", origin(model, tmp_path), 2, 10)
-    (piece,) = tmp_path.glob("**/0-2/tokens.npy")
-    piece.write_bytes(piece.read_bytes()[:-1])
-    assert (generated("generated", origin(model, tmp_path), 2, 10) == expected).all()
-
-
 def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     place, text = origin(model, tmp_path), tmp_path / "text.txt"
     text.write_text("some words " * 100)
@@ -335,30 +328,6 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     assert rendered.startswith("<|im_start|>system\nBe brief")
     assert "assistant\nYes<|im_end|>\n<|im_start|>" in rendered
     assert description.startswith(f"{text}: ") and f"; {path}: 3 chats" in description  # of 56 tokens
-
-
-@pytest.mark.slow
-def test_a_conversion_without_any_text_in_one_process_and_in_two(model, tmp_path):
-    home, text = tmp_path / "run", ("--text", "generated")  # and chats, as the model has a template
-    run("01_calibrate.py", "--run", home, "--model", model, *text, "--sequences", 6, "--length", 32)
-    calibration = set((home / "tokens").iterdir())
-    run("02_similarity.py", "--run", home, "--energy")
-    run("03_group.py", "--run", home, *GROUPING, "--by", "energy")
-    done = run("04_align.py", "--run", home, "--merge", "closed-form", "--refit")
-    heldout = set((home / "tokens").iterdir()) - calibration
-    assert len(calibration) == len(heldout) == 2, done.stdout  # the refit reads the calibration's
-    flags = ["--tasks", "none", *text, "--heldout-text", "generated", "--text-length", 128, "--masks", "off",
-             "--steps", 2, "--batch", 2, "--warmup", 1]
-    other = copy_run(home, tmp_path / "other")
-    flags += ["--text-tokens", 8900]  # 70 rows in two pieces
-    summaries = []
-    for directory, processes in ((home, 0), (other, 2)):
-        run("05_prune_train.py", "--run-dir", directory, *flags, processes=processes)
-        summaries.append(json.loads((directory / "train" / "stage.json").read_text())["summary"])
-    assert summaries[0]["samples_sha256"] == summaries[1]["samples_sha256"]
-    assert summaries[0]["texts"] == 8900 // 128 and summaries[0]["samples"] > summaries[0]["texts"]
-    for piece in sorted(home.glob("tokens/generated-*/*/tokens.npy")):
-        assert piece.read_bytes() == (other / piece.relative_to(home)).read_bytes()
 
 
 def test_tokens_are_drawn_by_any_kernel(monkeypatch):

@@ -1,4 +1,4 @@
-"""Stage 5 on tasks, chats and texts: the pool, the source as teacher, training attention alone."""
+"""Stage 5 on tasks, chats and texts: the pool, the source as teacher."""
 
 import json
 import os
@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from common.data.chat import has_tokens, load_chats, load_tokenized
@@ -22,9 +20,7 @@ from common.data.rows import Sample, as_samples
 from common.data.sources import DataContext, generated
 from common.data.tasks import TASKS, load_task
 from common.data.text import packed_rows
-from common.models.weights import open_checkpoint
 from common.run.artifact import read_record
-from common.training.checkpoints import saved_checkpoints
 from common.training.conversion import TrainingRun
 from common.training.heldout import heldout_texts, load_heldout
 from common.training.lines import CHAT_SET, TEXT_SET, read_metrics
@@ -37,7 +33,6 @@ from runs import (
     assert_same_training,
     copy_run,
     expect_error,
-    final_weights,
     messages,
     metrics,
     run,
@@ -284,20 +279,6 @@ def test_training_on_text_with_the_source_as_teacher(aligned_run, inputs, tmp_pa
     stop(2, *text_arguments(other, inputs))
     run(STAGE, *text_arguments(other, inputs))
     assert_same_bits(home, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("masks", ["off", "l0"])
-def test_training_attention_leaves_the_rest_alone(aligned_run, inputs, tmp_path, masks):
-    home = copy_run(aligned_run, tmp_path / "run")
-    run(STAGE, *text_arguments(home, inputs, "--masks", masks, "--train", "attention"))
-    trained, start = final_weights(home), open_checkpoint(str(home / "merged"))
-    for name, tensor in trained.items():
-        assert torch.equal(tensor, start[name][:]) != (".self_attn." in name), name
-    files = Path(saved_checkpoints(str(home / "train"))[-1]).glob("*.safetensors")
-    saved = [name for file in files for name in safe_open(file, "pt").keys()]  # noqa: SIM118 - no mapping
-    states = [name for name in saved if name.startswith("optimizer.state.")]
-    assert states and all(".self_attn." in name for name in states)
 
 
 @pytest.mark.slow

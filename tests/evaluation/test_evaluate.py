@@ -31,12 +31,6 @@ def model():
     return tiny_model()
 
 
-def test_a_perplexity_that_overflows_is_refused(model):
-    logits = [model(row[None]).logits[0].detach() * 1e6 for row in TOKENS]
-    with pytest.raises(UserError, match="perplexity: expected a loss of at most 700 nats, found"):
-        equivalence.perplexity_of(logits, TOKENS)
-
-
 TEXTS = [Sample(row) for row in TOKENS.tolist()]
 CHAT = [Sample(row[:9], row[9:14], row[14:20], row[20:40]) for row in TOKENS.tolist()]
 

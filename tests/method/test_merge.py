@@ -5,15 +5,9 @@ import torch
 
 import paper
 from common.method.merge import Merge
-from common.models.edits import exchange_pairs, fuse_groups, merged_config, merged_state
+from common.models.edits import fuse_groups, merged_state
 from models import tiny_model
-from reference import plain_merge
-
-
-def random_rotations(heads: int, size: int):
-    values = torch.linalg.qr(torch.randn(heads, size, size, dtype=torch.float64)).Q
-    angles = 6.3 * torch.rand(heads, size // 2, dtype=torch.float64)
-    return values, torch.polar(torch.ones_like(angles), angles)
+from reference import plain_merge, random_rotations
 
 
 @torch.no_grad()
@@ -23,7 +17,7 @@ def test_fusing_writes_equations_12_to_16(repeats):
     heads = 8 // repeats
     attention = tiny_model(bias=True, num_key_value_heads=heads).double().model.layers[0].self_attn
     before = {name: p.clone() for name, p in attention.named_parameters()}
-    values, keys = random_rotations(heads, 8)
+    values, keys = random_rotations(attention, torch.Generator().manual_seed(0))
     order, grouped = torch.randperm(heads), (2, heads // 2)
     fuse_groups(attention, order.view(grouped), values.unflatten(0, grouped), keys.unflatten(0, grouped))
     rows = [slice(8 * head, 8 * head + 8) for head in range(8)]
@@ -41,19 +35,6 @@ def test_fusing_writes_equations_12_to_16(repeats):
             columns = paper.eq_13(before["o_proj.weight"][:, rows[source]], Q_V)
             torch.testing.assert_close(attention.o_proj.weight[:, rows[to]], columns)
     assert torch.equal(attention.o_proj.bias, before["o_proj.bias"])
-
-
-def test_weights_of_norms_change_places_where_a_pair_turns_by_a_quarter():
-    turns = torch.tensor([[-1j, -1, 1j]])
-    assert exchange_pairs(torch.arange(6).view(1, 6, 1), turns).flatten().tolist() == [3, 1, 5, 0, 4, 2]
-
-
-def test_a_merged_config_shares_nothing_with_the_config_it_is_a_copy_of():
-    config = tiny_model().config
-    merged = merged_config(config, 2)
-    assert (config.num_key_value_heads, merged.num_key_value_heads) == (8, 2)
-    assert merged.rope_parameters == config.rope_parameters
-    assert merged.rope_parameters is not config.rope_parameters
 
 
 def test_keys_and_values_are_the_mean_of_equations_25_and_26():

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from bench.families import small_config
 from common.data import decoding
 from common.data.rows import Sample
-from common.models.attention import window_mask
 from common.models.edits import fuse_layer
 from common.models.families import check_kv_heads, geometry, head_parameters, merged_modules
 from common.models.forward import embedded, run_layer
@@ -89,14 +88,6 @@ def test_running_layer_after_layer_is_the_model(name):
         mask = torch.ones_like(TWO_TEXTS)  # or transformers would take the gap for another sample
         whole = model(TWO_TEXTS, attention_mask=mask, use_cache=False, **places).logits
         torch.testing.assert_close(logits_behind(model, hidden), whole, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("window", [1, 39, 40, None])
-def test_a_window_masks_what_is_further_behind(window):
-    """Every text that is longer, by however little."""
-    mask = window_mask(40, window, "cpu")
-    expected = [[0 <= query - key < (window or 40) for key in range(40)] for query in range(40)]
-    assert mask is None if window in (40, None) else mask.tolist() == [[expected]]
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)

@@ -1,6 +1,5 @@
 """GGUF files as source models: equal to the checkpoint they were made of."""
 
-import json
 import pathlib
 import re
 
@@ -8,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from tokenizers import Tokenizer
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig
 
 from common.models import gguf as gguf_files
 from common.models.families import geometry
@@ -21,7 +19,7 @@ from runs import expect_error, run
 gguf = pytest.importorskip("gguf")
 Type, PRE = gguf.GGMLQuantizationType, "tokenizer.ggml.pre"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-MERGES = [["t", "h"], ["th", "e"]]
+MERGES = [("t", "h"), ("th", "e")]  # transformers reads no file that has none
 SIZES = {"hidden_size": 64, "intermediate_size": 96}  # rows in whole blocks of 32
 
 
@@ -83,18 +81,8 @@ def converted(tmp_path, model, *kind, **options) -> str:
     return gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
 
 
-def merging_tokenizer() -> PreTrainedTokenizerFast:
-    """The byte tokenizer with two merges: transformers reads no file that has none."""
-    tokenizer = byte_tokenizer()
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    content["model"]["vocab"] |= {"th": END + 1, "the": END + 2}
-    content["model"]["merges"] = MERGES
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)),
-                                   eos_token="<eos>", pad_token="<eos>")
-
-
 def add_tokenizer(writer, vocabulary: int) -> None:
-    tokens = merging_tokenizer().convert_ids_to_tokens(range(END + 3))
+    tokens = byte_tokenizer(MERGES).convert_ids_to_tokens(range(END + 3))
     tokens += [f"<unused{index}>" for index in range(vocabulary - len(tokens))]
     kinds = [gguf.TokenType.CONTROL if token.startswith("<") and len(token) > 1 else gguf.TokenType.NORMAL
              for token in tokens]
@@ -131,7 +119,7 @@ def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path
 def test_tokenizer_chat_template_and_special_tokens_come_over(tmp_path):
     metadata = {"general.license": "mit", "llama.rope.scaling.type": "none", PRE: "smollm"}
     made = converted(tmp_path, tiny_model(**SIZES), metadata=metadata)
-    tokenizer, expected = load_tokenizer(made), merging_tokenizer()
+    tokenizer, expected = load_tokenizer(made), byte_tokenizer(MERGES)
     text = "def the café():\n\treturn  '北京' <eos>"
     assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.models import head
 from common.models.head import exact_products, product
@@ -32,17 +31,3 @@ def test_only_bfloat16_factors_use_its_instructions_and_only_there():
             raise ZeroDivisionError
         assert matmul.fp32_precision == before
     assert within == {torch.float32: before, torch.bfloat16: "bf16", torch.float16: before}
-
-
-def test_products_on_a_gpu_have_16_bit_factors_and_sums_in_float32(monkeypatch):
-    """Of stand-ins for tensors on a GPU."""
-    seen = []
-    for name in ("mm", "addmm"):
-        monkeypatch.setattr(torch, name, lambda *parts, **options: seen.append((parts, options)))
-    with FakeTensorMode():
-        left, right = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((4, 8), (8, 6)))
-        total = torch.empty(4, 6, device="cuda")
-        product(left, right)
-        product(left, right, total)
-    into = {"out_dtype": torch.float32}
-    assert seen == [((left, right), into), ((total, left, right), into | {"out": total})]

@@ -62,11 +62,6 @@ def test_keys_are_turned_in_the_pairs_and_by_the_angles_that_were_found(name, in
     torch.testing.assert_close(frequencies, pairs.angles, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", EVERY_FAMILY)
-def test_classes_that_differ_are_convertible(name):
-    assert proof.require_convertible("DIR", tiny_model(**FAMILIES[name]).config).endswith("ForCausalLM")
-
-
 @pytest.mark.parametrize("name", ["qwen2, GQA", "gemma2", "gpt_oss"])
 def test_layers_that_differ_by_their_window_alone_are_proven_each(name):
     """And windows are those of the model's own mask: of the last layers, of every second one."""

@@ -1,12 +1,11 @@
 """A quantized cache: ggml's formats, the layouts of clients, and attention that reads from it."""
 
-
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 from scipy.linalg import hadamard
-from transformers import DynamicCache, QuantizedCache
+from transformers import DynamicCache
 
 from common.models.quantized_cache import LAYOUTS, as_cached, from_cached, parse_cache, quantized, read_back
 from common.run.errors import UserError
@@ -41,16 +40,6 @@ def test_fp8_is_the_closest_multiple_of_an_e4m3_number():
     closest = numbers[(HEADS[..., None] - numbers).abs().argmin(-1)]
     torch.testing.assert_close(read_back(HEADS, "fp8", "rotated", keys=True), closest)
     assert not read_back(torch.zeros(2, 3), "fp8", "halves", keys=True).any()
-
-
-@pytest.mark.skipif("fp8" not in (QuantizedCache.__doc__ or ""), reason="transformers before 5.24 has none")
-def test_fp8_is_read_back_as_in_transformers():
-    cache = QuantizedCache("fp8", tiny_model().config)
-    keys, values = HEADS[None, ..., :32], 3 * HEADS[None, ..., 32:]
-    cache.update(keys, values, 0)
-    theirs = cache.update(keys[:, :, :1], values[:, :, :1], 0)
-    for heads, read in zip((keys, values), theirs, strict=True):
-        assert torch.equal(read_back(heads, "fp8", "halves", keys=True), read[:, :, :-1])
 
 
 @pytest.mark.parametrize("keys", [True, False])
