@@ -42,6 +42,13 @@ def aligned_table(aligned_run):
     return audit.all_rows(audit.Run(str(aligned_run)), [1])
 
 
+def test_every_equation_has_a_function_that_is_compared():
+    sources = "".join(Path(module.__file__).read_text() for module in (paper, audit, audit_training))
+    for equation in [*(f"eq_{number}" for number in range(1, 32)), "algorithm_1", "algorithm_2"]:
+        assert getattr(paper, equation).__doc__
+        assert re.search(rf"(?<!def ){equation}\b", sources), equation
+
+
 def test_the_equations_import_nothing_of_the_project():
     imported = re.findall(r"^\s*(?:from|import) (\w+)", Path(paper.__file__).read_text(), re.MULTILINE)
     assert set(imported) == {"itertools", "math", "numpy", "torch"}
