@@ -3,11 +3,8 @@
 import argparse
 
 import pytest
-import torch
 
 from bench import train_step, transform
-from common.run.errors import UserError
-from common.training.memory import USABLE, StepMemory, Student, Workload
 from runs import last_line, run
 
 pytestmark = pytest.mark.slow
@@ -18,60 +15,6 @@ def test_ratios_of_a_step_are_per_sample():
     taken = {"floor": [1.0, 2.0], "masked": [1.1, 2.4], "gqa": [0.9, 1.6], "single": [0.55, 1.2]}
     assert train_step.ratios(taken, 4 / 16) == {"step_over_floor": 1.15, "gqa_step_over_floor": 0.85,
                                                 "packed_over_single": 2.0}
-
-
-def step_arguments(**changes) -> argparse.Namespace:
-    arguments = {"shape": "demo", "layers": None, "device": "cpu", "loss_chunk": 64, "batch": 8,
-                 "tokens_per_microbatch": 256, "recompute": False, "by_layer": False}
-    return argparse.Namespace(**arguments | changes)
-
-
-def test_the_memory_of_a_step_is_its_own_peak(monkeypatch):
-    """Torch's statistics begin anew with the step, and what other models hold is left out."""
-    calls, peaks = [], (7 * 2**30 + 2**25, 9 * 2**30 + 2**25)
-    for name, value in (("empty_cache", None), ("reset_peak_memory_stats", None),
-                        ("max_memory_allocated", peaks[0]), ("max_memory_reserved", peaks[1])):
-        monkeypatch.setattr(torch.cuda, name, lambda name=name, value=value: calls.append(name) or value)
-    figures = train_step.peak_memory(lambda: calls.append("step"), 2.5 * 2**30)
-    assert figures == {"memory_gib": 4.53, "reserved_gib": 6.53}
-    assert calls[:3] == ["empty_cache", "reset_peak_memory_stats", "step"]
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_as_many_layers_as_a_gpu_holds(whole):
-    """The plan's memory of the masked step, and what the other two students hold."""
-    args, samples = step_arguments(by_layer=not whole), train_step.random_samples(8, 1280)
-    shape = train_step.model_config(step_arguments(shape="1.3b", layers=4))
-
-    def need(layers: int) -> float:
-        config = train_step.model_config(step_arguments(shape="1.3b", layers=layers))
-        work = Workload.of(config, samples, 64, False, 2, whole)
-        row = max(256, *map(len, samples))
-        masked = StepMemory(work, Student(4), 1, row, reduced=False).fullest()["total"]
-        return (masked + train_step.others_bytes(config, whole)) / USABLE
-
-    for memory, held in ((need(1) + 1e3, 1), (need(3) + 1e3, 3), (need(4) - 1e3, 3), (2**40, 4)):
-        assert train_step.fit_layers(shape, samples, args, memory).num_hidden_layers == held
-    with pytest.raises(UserError, match="--device cuda: expected memory for one layer"):
-        train_step.fit_layers(shape, samples, args, need(1) - 2**28)
-
-
-def test_the_other_students_hold_twelve_bytes_a_parameter(group_of_one):
-    """On a CPU, where they compute in the weights' dtype."""
-    args = step_arguments(compile=False)
-    config = train_step.model_config(args)
-    models, samples = train_step.Models(args, group_of_one, config), train_step.random_samples(2, 1280)
-    rows = train_step.lay_out(samples, 600, "cpu")
-    models.floor(rows)
-    models.gqa_step(rows, samples)
-    held = 0
-    for trainee in (models.plain, models.gqa):
-        tensors = [*trainee.net.parameters()]
-        for state in models.jobs[trainee].optimizer.state.values():
-            tensors += [tensor for tensor in state.values() if tensor.dim()]  # without Adam's count of steps
-        held += sum(tensor.nbytes for tensor in tensors)
-    assert held == train_step.others_bytes(config, whole=False)
-    assert train_step.others_bytes(config, whole=True) == pytest.approx(held * 14 / 12)
 
 
 @pytest.mark.parametrize(("command", "positive"), [

@@ -91,11 +91,9 @@ def test_expected_texts_and_chats():
 @pytest.mark.parametrize("words, message", [
     ("--on 1xCPU", "--model, --run: expected one of them, found neither"),
     ("PLAN --kv-heads 3", "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
-    ("PLAN --tasks DIR", "--tasks: expected hub or none with --model, which reads only a config, found DIR"),
     ("PLAN --text a.txt", "--text, --chat: expected --text-tokens N with --model"),
     ("PLAN --tasks none", "--tasks none: expected --text with --text-tokens N"),
     ("PLAN --tasks none --text c4 --text-tokens 9999 --teacher no", "--teacher no: expected one that exists"),
-    ("PLAN --lrr 1", "unknown flag --lrr"),
     ("--on 1xCPU --model no/model", "no/model: neither a directory nor a hub repository"),
 ])
 def test_what_cannot_be_planned(inputs, words, message):
@@ -139,15 +137,11 @@ def test_the_table_of_plans_is_what_configs_give(name, tmp_path):
         assert float(number) / {"h": 1, "min": 60}[unit] == pytest.approx(float(hours), rel=0.03)
 
 
-@pytest.mark.parametrize("text", ["A100-80GB", "0xA100-80GB", "8xA100", "8x400:64:200", "8x400:0:200:25"])
-def test_hardware_that_is_not_known(text):
+@pytest.mark.parametrize("text", ["0xA100-80GB", "8xA100", "8x400:64:200"])
+def test_hardware_by_its_name_or_numbers(text):
     with pytest.raises(UserError, match="expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of A100-40GB"):
         cost.parse_hardware(text)
-
-
-def test_a_device_by_its_own_numbers():
-    """Dense bf16 TFLOP/s, GiB, and GB/s within a node and between nodes."""
-    device = cost.Hardware(64, 400e12, 200e9, 25.5e9)
+    device = cost.Hardware(64, 400e12, 200e9, 25.5e9)  # dense bf16 TFLOP/s, GiB, and GB/s of links
     assert cost.parse_hardware("2x8x400:64:200:25.5") == Cluster(8, device, 2)
 
 

@@ -75,38 +75,37 @@ def test_curves_show_losses_masks_and_a_line_per_layer():
 
 
 def test_curves_show_held_out_metrics_on_panels_of_their_own():
+    """Dashed, at what the first line says of the student before its step, are those of merged/."""
     labels = {"heldout": "text", "heldout_task": "tasks, answers"}
     records = training_records(measured=labels)
+    records[0] |= {"start_heldout_kl": 1.5, "start_heldout_loss": 4.0, "start_heldout_teacher_loss": 3.0,
+                   "start_heldout_agreement": 0.25}
     axes, ends = figure_of(plots.curves, records, "title").axes, [records[0], records[-1]]
-    for axis, name in zip(axes[-3:], ("kl", "loss", "agreement"), strict=True):
+    for axis, name, merged in zip(axes[-3:], ("kl", "loss", "agreement"), (1.5, 1, 0.25), strict=True):
         for prefix, label in labels.items():
             values = [record[f"{prefix}_{name}"] for record in ends]
             if name == "loss":
                 values = [value - ends[0][f"{prefix}_teacher_loss"] for value in values]
             assert series(axis)[label] == ([record["step"] for record in ends], values)
-
-
-def test_dashed_lines_are_those_of_merged():
-    """At what the first line says of the student before its step."""
-    records = training_records(measured=["heldout"])
-    records[0] |= {"start_heldout_kl": 1.5, "start_heldout_loss": 4.0, "start_heldout_teacher_loss": 3.0,
-                   "start_heldout_agreement": 0.25}
-    for axis, value in zip(figure_of(plots.curves, records, "title").axes[-3:], (1.5, 1, 0.25), strict=True):
         (dashed,) = [line for line in axis.lines if line.get_linestyle() == "--" and len(line.get_xdata())]
-        assert list(dashed.get_ydata()) == [value, value]
+        assert list(dashed.get_ydata()) == [merged, merged]
 
 
 def test_scores_of_a_layer_have_a_scale_of_their_own():
-    """Only cosines can be compared between layers; a head's score with itself means nothing."""
-    layers = [-np.array([[0.0, 1, 2], [1, 0, 5], [2, 5, 0]]),
-              -np.array([[0.0, 70, 80], [70, 0, 90], [80, 90, 0]])]
-    apart = ~np.eye(3, dtype=bool)
-    figure = figure_of(plots.heatmaps, {"by": layers}, [0, 1], "Groups", [[[2, 0, 1]]] * 2, "dist")
-    drawn = [axis.images[0] for axis in figure.axes if axis.images]
-    for image, matrix, scale in zip(drawn, layers, ((-5, -1), (-90, -70)), strict=True):
-        shown, expected = np.ma.filled(image.get_array(), np.nan), matrix[[2, 0, 1]][:, [2, 0, 1]]
-        assert image.get_clim() == scale and np.array_equal(shown[apart], expected[apart])
-        assert np.isnan(np.diag(shown)).all()
+    """Only cosines can be compared between layers; a head's score with itself means nothing. Heads stand in
+    the order of their groups, which are framed."""
+    layers = [-np.array([[0.0, 1, 2, 3], [1, 0, 5, 4], [2, 5, 0, 2], [3, 4, 2, 0]]),
+              -np.array([[0.0, 70, 80, 75], [70, 0, 90, 71], [80, 90, 0, 72], [75, 71, 72, 0]])]
+    apart, groups = ~np.eye(4, dtype=bool), [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
+    figure = figure_of(plots.heatmaps, {"by": layers}, [0, 5], "Groups", groups, "dist")
+    drawn = [axis for axis in figure.axes if axis.images]
+    for axis, matrix, heads, scale in zip(drawn, layers, groups, ((-5, -1), (-90, -70)), strict=True):
+        order, image = heads[0] + heads[1], axis.images[0]
+        shown = np.ma.filled(image.get_array(), np.nan)
+        assert image.get_clim() == scale and np.isnan(np.diag(shown)).all()
+        assert np.array_equal(shown[apart], matrix[np.ix_(order, order)][apart])
+        frames = [(*frame.get_xy(), frame.get_width(), frame.get_height()) for frame in axis.patches]
+        assert frames == [(-0.5, -0.5, 2, 2), (1.5, 1.5, 2, 2)]
 
 
 def test_heatmaps_show_each_matrix_in_its_place():
@@ -119,18 +118,6 @@ def test_heatmaps_show_each_matrix_in_its_place():
         for axis, matrix in zip(axes, [*matrices["keys before"], *matrices["keys after"]], strict=True):
             assert np.array_equal(axis.images[0].get_array(), matrix)
             assert axis.images[0].get_clim() == (least, 1)  # one scale, or colours could not be compared
-
-
-def test_heads_are_numbered_and_groups_framed():
-    draw = np.random.default_rng(0)
-    images, groups = [draw.random((4, 4)) for _ in range(2)], [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
-    figure = figure_of(plots.heatmaps, {"keys after": images}, [0, 5], "Groups", groups)
-    for axis, image, heads in zip(figure.axes, images, groups, strict=False):
-        order = heads[0] + heads[1]
-        shown = axis.images[0].get_array()
-        assert all(shown[i, j] == image[order[i], order[j]] for i in range(4) for j in range(4))
-        frames = [(*frame.get_xy(), frame.get_width(), frame.get_height()) for frame in axis.patches]
-        assert frames == [(-0.5, -0.5, 2, 2), (1.5, 1.5, 2, 2)]
 
 
 def test_pairs_show_median_and_range_of_the_absolute_cosines_of_every_layer():

@@ -1,4 +1,4 @@
-"""Small skipless models and the commands, for the tests of related/skipless."""
+"""Small skipless models, for the tests of related/skipless."""
 
 import torch
 
@@ -6,7 +6,6 @@ from related.skipless.compare import random_model
 from related.skipless.fold import exact_logits, relative_difference
 from related.skipless.modeling import SkiplessConfig
 
-COMPARE, FOLD, TRAIN = (f"related/skipless/{name}.py" for name in ("compare", "fold", "train"))
 LAYERS, HEADS, SIZE = 3, 4, 8
 WIDTH = HEADS * SIZE
 

@@ -19,9 +19,10 @@ from models import save_tiny
 from related.skipless import fold, train
 from related.skipless.train import initialise, skipless_config
 from runs import copy_run, expect_error, interrupt, run
-from skipless_models import TRAIN, model_of, tokens
+from skipless_models import model_of, tokens
 
 pytestmark = pytest.mark.slow
+TRAIN = "related/skipless/train.py"
 
 
 def similarity(first: torch.Tensor, second: torch.Tensor) -> float:
