@@ -6,7 +6,15 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.closed_form import keys as key_merge
-from common.closed_form.keys import KeyFit, RopeAverages, alternate, log_uniform, merge_rope_keys
+from common.closed_form.keys import (
+    KeyFit,
+    RopeAverages,
+    alternate,
+    log_uniform,
+    merge_rope_keys,
+    start_by_band,
+    start_by_pairs,
+)
 from common.closed_form.values import merge_values
 from common.method.rope import to_complex, to_matrix
 from models import tiny_model
@@ -96,6 +104,18 @@ def test_the_loss_is_the_variance_of_the_scores_error(scale):
     sampled, turns = Sampled(rope_turns(scale)), RopeAverages(FREQUENCIES, DISTANCES, scale)
     ours, definition = sampled.fit(turns).loss(*factors()), sampled.loss(*factors())
     torch.testing.assert_close(ours, definition, rtol=1e-10, atol=0)
+
+
+def test_scaled_pairs_start_as_keys_that_are_scaled(monkeypatch):
+    """S R S k is R S^2 k, and S^2 A k is what that start's A makes of S^2 k."""
+    monkeypatch.setattr(key_merge, "BAND_LIMIT", float(DISTANCES.max() * FREQUENCIES.median()) + 1e-9)
+    sampled, square = Sampled(), SCALE.square().repeat(2)
+    scaled = sampled.fit(RopeAverages(FREQUENCIES, DISTANCES, SCALE))
+    sampled.keys = square * sampled.keys
+    for start in (start_by_pairs, lambda fit: start_by_band(fit, *start_by_pairs(fit))):
+        (encode, decode), (expected, same) = start(scaled), start(sampled.fit())
+        torch.testing.assert_close(square[:, None] * encode / square, expected)
+        torch.testing.assert_close(decode, same)
 
 
 @SCALES
