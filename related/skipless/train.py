@@ -21,7 +21,6 @@ import os
 import shutil
 import statistics
 import warnings
-from copy import copy
 from dataclasses import replace
 
 import torch
@@ -234,8 +233,7 @@ def train_variants(args, source: str, ranks: Ranks, started: Started) -> dict[st
     """Title -> held-out losses in nats; trains those that do not exist. None when a signal stopped that."""
     losses = {title: [] for title in VARIANTS.values()}
     for number in range(args.seed, args.seed + args.variants):
-        settings = copy(args)
-        settings.seed, settings.run = number, os.path.join(args.run, f"seed-{number}")
+        settings = replace(args, seed=number, run=os.path.join(args.run, f"seed-{number}"))
         for without, title in VARIANTS.items():
             path = model_path(settings.run, args.parallel, without)
             if not os.path.isdir(path) and not train_skipless(settings, source, without, ranks, started):
