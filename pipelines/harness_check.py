@@ -2,10 +2,12 @@
 
     python -m pipelines.harness_check RUN DIR     # after the commands of harness_tasks.py
 
-Exits with 2 unless lm_eval makes the same choice on every question.
+Exits with 2 unless lm_eval makes the same choice on every question and reports the same accuracies.
 """
 
 import collections
+import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -14,6 +16,17 @@ from common.data.rows import read_objects
 from common.run.artifact import read_record
 from common.run.errors import UserError, run_stage
 from pipelines.harness_tasks import GROUP, output_directory
+
+ACCURACY_TOLERANCE = 1e-9  # both are ratios of the same counts
+
+
+def find_newest(directory: str, model: str, name: str) -> str:
+    """The newest file NAME_* that lm_eval wrote for a model."""
+    paths = list(Path(output_directory(directory, model)).glob(f"*/{name}_*"))
+    if not paths:
+        raise UserError(f"{directory}: expected {name}_*.json of lm_eval for {model}, found none; "
+                        "run lm_eval.sh there first")
+    return str(max(paths, key=lambda path: path.name))  # names end with a timestamp
 
 
 def read_outcomes(path: str) -> dict[tuple[str, str], dict[int, list[float]]]:
@@ -24,14 +37,24 @@ def read_outcomes(path: str) -> dict[tuple[str, str], dict[int, list[float]]]:
     return scores
 
 
-def read_harness_scores(directory: str, model: str, task: str) -> dict[int, list[float]]:
-    """The newest samples that lm_eval wrote, as question -> log-likelihood of each choice."""
-    paths = list(Path(output_directory(directory, model)).glob(f"*/samples_{GROUP}_{task}_*"))
-    if not paths:
-        raise UserError(f"{directory}: expected samples of lm_eval for {model}, {task}, found none; "
-                        "run lm_eval.sh there first")
-    newest = max(paths, key=lambda path: path.name)  # names end with a timestamp
-    rows = read_objects(str(newest))
+def read_accuracies(path: str) -> dict[str, dict[str, float]]:
+    """The record of stage 7 as model -> lm_eval's name of a task or of the group -> likelihood accuracy."""
+    accuracies = {}
+    for model, metrics in read_record(path, "07_eval.py")["results"].items():
+        rates = {f"{GROUP}_{task}": rate["likelihood"] for task, rate in metrics["tasks"].items()}
+        accuracies[model] = rates | {GROUP: metrics["macro_likelihood"]}
+    return accuracies
+
+
+def read_harness_accuracies(directory: str, model: str) -> dict[str, float]:
+    """lm_eval's results as name of a task or of the group -> accuracy."""
+    with open(find_newest(directory, model, "results"), encoding="utf-8") as file:
+        return {name: metrics["acc,none"] for name, metrics in json.load(file)["results"].items()}
+
+
+def read_harness_scores(directory: str, model: str, name: str) -> dict[int, list[float]]:
+    """lm_eval's samples as question -> log-likelihood of each choice."""
+    rows = read_objects(find_newest(directory, model, f"samples_{name}"))
     return {row["doc"]["question"]: [float(score) for score, _ in row["filtered_resps"]] for _, row in rows}
 
 
@@ -56,12 +79,19 @@ def likeliest(scores: list[float]) -> int:
 
 def compare(run: str, directory: str) -> str:
     """Check that lm_eval agrees on RUN's checkpoints. Returns a line to print; raises UserError if not."""
-    path = os.path.join(run, "eval")
-    results = read_record(path, "07_eval.py")["results"]
-    scores = read_outcomes(os.path.join(path, "eval.jsonl"))
-    furthest = max(compare_scores(f"{model}, {task}", ours, read_harness_scores(directory, model, task))
-                   for (model, task), ours in scores.items())
-    macros = [f"{model} {metrics['macro_likelihood']:.2%}" for model, metrics in results.items()]
+    scores = read_outcomes(os.path.join(run, "eval", "eval.jsonl"))
+    furthest, macros = 0.0, []
+    for model, rates in read_accuracies(os.path.join(run, "eval")).items():
+        harness_rates = read_harness_accuracies(directory, model)
+        for name, accuracy in rates.items():
+            if name != GROUP:
+                task = name.removeprefix(f"{GROUP}_")
+                theirs = read_harness_scores(directory, model, name)
+                furthest = max(furthest, compare_scores(f"{model}, {task}", scores[model, task], theirs))
+            if abs(harness_rates.get(name, math.inf) - accuracy) > ACCURACY_TOLERANCE:
+                raise UserError(f"{model}, {name}: accuracy {accuracy} here, "
+                                f"{harness_rates.get(name)} by lm_eval")
+        macros.append(f"{model} {rates[GROUP]:.2%}")
     questions = sum(map(len, scores.values()))
     return (f"harness: lm_eval made the same choice in all {questions} questions; macro average "
             f"{', '.join(macros)}; log-likelihoods within {furthest:.1e}")

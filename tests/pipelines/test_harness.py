@@ -79,6 +79,19 @@ def test_the_command_writes_the_evaluated_questions(inputs, tmp_path):
     expect_error("tasks already exists; pass --force to replace", WRITE, "--run", home, "--output", tasks)
 
 
+def change_choice(path) -> None:
+    lines = path.read_text().splitlines()
+    row = json.loads(lines[7])
+    row["likelihood_scores"] = [-score for score in row["likelihood_scores"]]
+    path.write_text("\n".join([*lines[:7], json.dumps(row), *lines[8:]]))
+
+
+def change_accuracy(path) -> None:
+    results = json.loads(path.read_text())
+    results["results"]["table5_siqa"]["acc,none"] += 1e-6
+    path.write_text(json.dumps(results))
+
+
 @pytest.mark.slow
 def test_the_harness_makes_the_same_choices(inputs, tmp_path):
     """pipelines/harness.sh, with lm_eval itself, on a random GQA model; other answers are one line."""
@@ -91,6 +104,9 @@ def test_the_harness_makes_the_same_choices(inputs, tmp_path):
     assert "harness: lm_eval made the same choice in all 40 questions; macro average model " in last
     outcomes = read_rows(home / "eval/eval.jsonl")
     assert len({row["likelihood_choice"] for row in outcomes}) > 1  # not a model that always takes the first
-    outcomes[7]["likelihood_scores"] = [-score for score in outcomes[7]["likelihood_scores"]]
-    (home / "eval/eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in outcomes))
-    expect_error("model, piqa: 1 of 5 choices differ; question 2: ", CHECK, home, home / "tasks")
+    (results,) = home.glob("tasks/samples/model/*/results_*.json")
+    for path, change, message in ((results, change_accuracy, "model, table5_siqa: accuracy "),
+                                  (home / "eval/eval.jsonl", change_choice,
+                                   "model, piqa: 1 of 5 choices differ; question 2: ")):
+        change(path)
+        expect_error(message, CHECK, home, home / "tasks")

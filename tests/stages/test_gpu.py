@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for --deterministic: read when CUDA starts
 
@@ -22,15 +23,18 @@ from stand_in import StandIn, run
 
 from common.data.decoding import Decoder
 from common.data.generate import TEXT, Rows, sample
+from common.method.losses import bild, cross_entropy, kl
 from common.method.stats import LayerGrams, LayerStats
 from common.models import attention
 from common.models import load as models
 from common.models.equivalence import max_difference
+from common.models.head import Head
 from common.models.load import load_model
 from common.training import attention as training_attention
 from common.training import engine
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
+from common.training.chunked import chunked
 from common.training.engine import STOPPED, Step, clip_gradients
 from common.training.packing import build_row
 from common.training.sharding import Execution
@@ -248,6 +252,32 @@ def test_attention_to_a_packed_row_is_that_of_one_sample_at_a_time(dtype, option
     for packed, rounded, exact in zip(*results, strict=True):
         assert relative_error(packed, exact) <= max(2 * relative_error(rounded, exact), 1e-5)
     assert bool(varlen_calls) == expects_varlen(dtype)
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_chunked_losses_and_gradients_are_those_in_float64(dtype, close):
+    """KL, cross-entropy and, without ties among logits, BiLD; gradients of the hidden states and the head."""
+    generator, results = torch.Generator().manual_seed(0), []
+    hidden, head, teacher = (torch.randn(shape, generator=generator).to(dtype)
+                             for shape in ((40, 16), (100, 16), (40, 100)))
+    for device, chosen in (("cpu", torch.float64), (DEVICE, dtype)):
+        leaves = [part.to(device, chosen).requires_grad_() for part in (hidden, head)]
+        expected = teacher.to(device, torch.promote_types(chosen, torch.float32))
+
+        def loss(kind, at, logits, expected=expected):
+            logits = logits.to(expected.dtype)
+            if kind == "sft":
+                return cross_entropy(logits, at + 3).sum()
+            return {"kl": kl, "bild": bild}[kind](logits, expected[at]).sum()
+
+        positions = torch.arange(40, device=device)
+        pieces = [("kl", positions[:20]), ("sft", positions[30:])]
+        pieces += [("bild", positions[20:30])] if dtype == torch.float32 else []
+        total = chunked(loss, pieces, leaves[0], Head(SimpleNamespace(weight=leaves[1], bias=None)))
+        total.backward()
+        results.append([total.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
+    for actual, expected in zip(*reversed(results), strict=True):
+        assert_near(actual.double(), expected, close)
 
 
 # stage 5

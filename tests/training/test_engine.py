@@ -18,7 +18,7 @@ from common.training import checkpoints, engine
 from common.training.attention import Trainee
 from common.training.checkpoints import saved_checkpoints
 from common.training.engine import Job, Schedule, Step, steps
-from common.training.lines import METRICS, read_metrics, summarize
+from common.training.lines import METRICS, outcome, read_metrics, summarize
 from common.training.metrics import Metrics
 from common.training.packing import build_row, rows_of_step, split_over_ranks
 from common.training.sharding import Ranks, joined_ranks
@@ -64,8 +64,8 @@ def test_a_checkpoint_restarts_the_clock_of_the_first_rank(job, monkeypatch, ran
     assert saved == expected
 
 
-def test_a_loss_that_is_not_finite_is_named_by_rank_and_samples(monkeypatch):
-    """Also where its gradient is finite: at the second rank of two, in step 5."""
+def lonely_rank(monkeypatch) -> tuple[Step, torch.nn.Parameter]:
+    """The second rank of two, at a step whose gradient is 1 per unit of loss; sums are twice its own."""
     weight = torch.nn.Parameter(torch.tensor(3.0))
     trainee = SimpleNamespace(net=torch.nn.ParameterList([weight]))
     optimizer = torch.optim.SGD([{"params": [weight], "initial_lr": 0.1}], lr=0.1)
@@ -73,7 +73,25 @@ def test_a_loss_that_is_not_finite_is_named_by_rank_and_samples(monkeypatch):
     monkeypatch.setattr(engine.dist, "all_reduce", lambda tensor: tensor.mul_(2))
     monkeypatch.setattr(engine.dist, "all_gather_object",
                         lambda into, loss: into.__setitem__(slice(None), [1.0, loss]))
-    step = Step(job, schedule_of(5, clip=0.0, batch=3), [], SAMPLES)
+    return Step(job, schedule_of(5, clip=0.0, batch=3), [], SAMPLES), weight
+
+
+def test_a_step_sums_the_rows_of_all_ranks(monkeypatch):
+    """FSDP averages gradients over ranks: each rank's are scaled by their number, its loss is not."""
+    step, weight = lonely_rank(monkeypatch)
+    for factor in (1.0, 5.0):
+        step.backward(factor * weight, kl=torch.tensor(1e8 * factor + 1))
+    assert float(weight.grad) == 2 * 6
+    assert all(total.dtype == torch.float64 for total in step.totals.values())
+    step.update(own=torch.tensor([1.0, 2.0]), other=7)
+    assert step.metrics["loss"] == 2 * 18 and step.metrics["kl"] == pytest.approx(12e8 + 4, abs=65)
+    assert (step.metrics["own"], step.metrics["other"]) == ([1.0, 2.0], 7)
+    assert float(weight.detach()) == pytest.approx(3 - 0.1 * 12) and weight.grad is None
+
+
+def test_a_loss_that_is_not_finite_is_named_by_rank_and_samples(monkeypatch):
+    """Also where its gradient is finite."""
+    step, weight = lonely_rank(monkeypatch)
     step.backward(weight + math.inf)
     shares = [split_over_ranks(SAMPLES, number, schedule_of(5, batch=3), world=2) for number in (4, 5)]
     assert shares[0] != shares[1]  # of this step, not of the next
@@ -194,9 +212,11 @@ def test_metrics_after_the_checkpoint_are_dropped_on_resume(job):
     assert read_metrics(str(path)) == [{"step": 1}, {"step": 2}]
 
 
-def test_the_summary_of_a_training():
-    first = {"loss": 3.0, "tokens": 3.0, "start_heldout_kl": 0.06}
-    last = {"loss": 1.0, "tokens": 4.0, "heldout_kl": 0.05}
+def test_the_outcome_of_a_training_in_words_and_its_summary():
+    first = {"loss": 3.0, "tokens": 3.0, "start_heldout_kl": 0.06, "start_heldout_task_kl": 0.2}
+    last = {"loss": 1.0, "tokens": 4.0, "heldout_kl": 0.06, "heldout_task_kl": 0.15}
+    assert outcome([first, last]).startswith("held-out KL of text 0.0600 before, 0.0600 after; of questions")
+    assert "(no better than before: lower --lr" in outcome([first, last | {"heldout_task_kl": 0.2}])
     assert summarize([first, last]) == {**first, **last, "tokens": 7}
     switch = last | {"open_masks": 2}
     assert summarize([first, switch, last]) == {**first, **last, "tokens": 11, "open_masks": 2}
