@@ -1,7 +1,5 @@
 """Data sets of the hub as text and chats: rows arrive as they are read; a refusal says what is missing."""
 
-import itertools
-import os
 from types import SimpleNamespace
 
 import datasets
@@ -44,14 +42,6 @@ def test_a_data_set_of_the_hub_is_read_as_a_file_with_its_rows(data_set, tmp_pat
     assert load_chats("hf:acme/data:chats", tokenizer, 100, EVALUATION)[0] == samples
 
 
-@pytest.mark.slow
-def test_rows_of_a_data_set_arrive_as_they_are_read(data_set):
-    rows = parse_source("hf:acme/data:text").rows()
-    assert [*itertools.islice(rows, 2)] == [(f"row {i}", {"text": DOCUMENTS[i]}) for i in range(2)]
-    assert set(data_set.downloaded) == {"README.md", "text/0.parquet"}
-    assert next(itertools.islice(rows, 28, None))[1] == {"text": DOCUMENTS[30]}  # in the second file
-
-
 def test_a_data_set_is_known_by_its_commit(data_set):
     """A run reads one commit; the next one may find another."""
     sources, second = ["hf:acme/data:text", "generated:hf:acme/data:chats", "generated", None], "b" * 40
@@ -89,15 +79,6 @@ def test_another_split_is_read_and_rows_with_a_null_are_skipped_and_counted(tmp_
     monkeypatch.setitem(data_sets.COMMITS, "hf:a/b:c:train_sft", "a" * 40)
     assert [row["messages"] for _, row in parse_source("hf:a/b:c:train_sft").rows()] == CHATS[:2]
     assert asked == [("a/b", "c", "train_sft")] and "1 rows with a null, skipped" in capsys.readouterr().out
-
-
-def test_a_folder_of_its_name_is_no_data_set_of_the_hub(data_set, tmp_path, monkeypatch):
-    save_lines(tmp_path / "mine.jsonl", ["mine"])
-    (tmp_path / "here" / "acme" / "data").mkdir(parents=True)
-    (tmp_path / "mine.jsonl").rename(tmp_path / "here" / "acme" / "data" / "mine.jsonl")
-    monkeypatch.chdir(tmp_path / "here")
-    assert next(parse_source("hf:acme/data:text").rows())[1] == {"text": DOCUMENTS[0]}
-    assert os.getcwd() == str(tmp_path / "here")
 
 
 @pytest.mark.parametrize(("status", "answers"), [(429, 5), (503, 5), (404, 1)])

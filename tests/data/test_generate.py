@@ -328,16 +328,3 @@ def test_calibration_is_half_text_and_half_chats(model, tmp_path):
     assert rendered.startswith("<|im_start|>system\nBe brief")
     assert "assistant\nYes<|im_end|>\n<|im_start|>" in rendered
     assert description.startswith(f"{text}: ") and f"; {path}: 3 chats" in description  # of 56 tokens
-
-
-def test_tokens_are_drawn_by_any_kernel(monkeypatch):
-    """torch refuses some on GPUs under --deterministic."""
-    seen = []
-    monkeypatch.setattr(decoding, "draw", lambda logits, numbers: seen.append(
-        torch.are_deterministic_algorithms_enabled()) or torch.zeros(len(logits), dtype=torch.int64))
-    torch.use_deterministic_algorithms(True)
-    try:
-        sampled(tiny_model(), [[5]], 3, seed=0)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert seen == [False, False]

@@ -5,7 +5,6 @@ import json
 
 import numpy
 import pytest
-from transformers import GPTNeoXConfig
 
 from common.data.chat import load_chats, token_lines
 from common.data.documents import EVALUATION
@@ -18,12 +17,6 @@ from common.run.errors import UserError
 from common.training.lines import CHATS, TEXT
 from models import byte_tokenizer, chatml_tokenizer, save_tiny
 from runs import messages, save_chats
-
-
-def test_layer_by_layer_other_families_are_refused(tmp_path):
-    GPTNeoXConfig().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="--layerwise: GPTNeoXForCausalLM cannot be taken apart: it is not a"):
-        prepare(str(tmp_path), Settings(layerwise=True), {}, None)
 
 
 def test_a_question_beyond_the_positions_is_refused_before_any_scoring(inputs):

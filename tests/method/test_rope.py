@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.method.rope import quarter_phase, rotate_pairs, to_complex, to_real, unit_phase
-from common.models.families import free_pairs, norm_kind
+from common.models.families import free_pairs
 from models import tiny_model
 
 
@@ -36,15 +36,6 @@ def test_a_phase_is_the_number_without_its_size():
 def test_a_quarter_phase_is_the_closest_of_four():
     numbers = torch.tensor([3 + 1j, -3 + 1j, 1 + 3j, 1 - 3j, -1 - 2j, 0])
     assert quarter_phase(numbers).tolist() == [1, -1, 1j, -1j, -1j, 1]
-
-
-def test_only_qwen3_norms_heads():
-    for kind in ("llama", "mistral", "qwen2", "qwen3"):
-        attention = tiny_model(model_type=kind).model.layers[0].self_attn
-        assert norm_kind(attention) == ("head" if kind == "qwen3" else "")
-    for kind, free in (("llama", True), ("olmo2", False)):  # a norm over all heads has weights for each
-        pairs = free_pairs(tiny_model(model_type=kind).model.layers[0].self_attn)
-        assert torch.equal(pairs, torch.tensor([free] * 4))
 
 
 @pytest.mark.parametrize(("weights", "free"), [

@@ -5,7 +5,7 @@ import yaml
 
 from common.evaluation.compared import Settings
 from common.reporting.card import write_benchmarks, write_scores
-from common.reporting.scores import caches_table, caption, results_table, scores, summary_line
+from common.reporting.scores import caches_table, caption, results_table, summary_line
 
 NAMES = ("exact_match", "exact_match_stderr", "likelihood", "likelihood_stderr")
 # ends a cell, a line or a comment, starts a tag or makes a terminal act
@@ -72,15 +72,6 @@ def test_the_last_line_has_the_micro_average():
                "b": figures(micro_exact_match_stderr=0.25, cache_bytes_per_token=16.0)}
     assert summary_line(results) == ("a micro average 50.0 ± 12.5 %; b micro average 25.0 ± 25.0 %; "
                                      "KV cache of the last 0.250 of the first's")
-
-
-def test_scores_without_tasks_have_no_chance_and_each_prompt_has_its_answers():
-    results = {name: {"tasks": {}, "heads": 8, "kv_heads": 2, "answers": [f"{name} 1", f"{name} 2"]}
-               for name in "ab"}
-    first, table, *answers = scores(results, ["What?", "Why?"], "The caption.").split("\n\n")
-    assert first == "The caption." and cells(table)[0] == ["", "a", "b"]
-    assert [cells(each)[::2] for each in answers] == [
-        [["What?", "greedy answer"], ["a", "a 1"]], [["Why?", "greedy answer"], ["a", "a 2"]]]
 
 
 def test_odd_text_breaks_neither_a_table_nor_the_card(tmp_path):

@@ -1,7 +1,5 @@
 """On a busy machine OpenMP's threads sleep while they wait, if that is set before torch is imported."""
 
-import os
-import runpy
 import sys
 
 import pytest
@@ -12,15 +10,6 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("0*_*.py"))
 for path in sorted((ROOT / "pipelines").glob("*.py")):
     if "\nimport torch\n" in path.read_text() and "__main__" in path.read_text():
         SCRIPTS.append(f"pipelines/{path.name}")
-
-
-def test_threads_wait_passively_unless_the_user_chose_otherwise(monkeypatch):
-    for chosen, policy in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        if chosen:
-            monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
-        runpy.run_path(str(ROOT / "common" / "run" / "openmp.py"))
-        assert os.environ["OMP_WAIT_POLICY"] == policy
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
