@@ -1,5 +1,7 @@
-"""FLOPs against torch's operation counter."""
+"""FLOPs against torch's operation counter, and the rates of a step."""
 
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +17,11 @@ from common.training.flops import (
     sft_flops,
     training_flops,
 )
+from common.training.metrics import Metrics
 from common.training.packing import build_row
+from common.training.sharding import Ranks
 from models import FAMILIES, tiny_model
+from reference import SCHEDULE
 
 
 @pytest.mark.parametrize("kv_heads, train, family", [
@@ -61,3 +66,20 @@ def test_peak_of_a_device_by_the_name_cuda_gives():
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA GeForce RTX 4090") == 165e12
     assert peak_flops("NVIDIA H100 PCIe") is None and peak_flops("Tesla K80") is None
+
+
+def test_a_line_has_the_rates_of_its_step_and_the_time_that_is_left(tmp_path, monkeypatch, capsys):
+    """Two GPUs; of the time, steps since the training went on, whose first ended 4 s after it began."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    clock = iter([0, 100, 100, 106])
+    monkeypatch.setattr("common.training.metrics.time.perf_counter", lambda: next(clock))
+    job = SimpleNamespace(directory=str(tmp_path), step=2, ranks=Ranks(0, 2, torch.device("cuda", 0)))
+    metrics = Metrics(job, replace(SCHEDULE, steps=10, print_every=1))
+    for step in (3, 4):
+        line = {"step": step, "seconds": 4.0, "tokens": 5000, "flops": 312e12 * 4, "loss": 0.5, "lr": 1e-3}
+        metrics.write(line)
+        assert (line["tokens_per_s"], line["mfu"], line["memory_gib"]) == (1250, 0.5, 3)
+    assert [text.split(" | ")[3:] for text in capsys.readouterr().out.splitlines()] == [
+        ["1250 tok/s", "MFU 50.0%", f"ETA 0:00:{left}"] for left in (28, 30)]
