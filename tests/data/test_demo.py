@@ -29,15 +29,6 @@ def test_the_demo_is_the_same_bytes_everywhere(tmp_path):
     assert digest.hexdigest() == "0b59706e516666779b4c669238d3975edeae1221f9639c34ee2cae8aa72581f9"
 
 
-def test_the_demo_is_made_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "DEMO_HOME", str(tmp_path / "demo"))
-    model = demo.resolve_model("demo")
-    (tmp_path / "demo" / "mine").touch()
-    assert demo.resolve_model("demo") == model == str(tmp_path / "demo" / "model")
-    assert (tmp_path / "demo" / "mine").exists()
-    assert demo.resolve_model(str(tmp_path)) == str(tmp_path)
-
-
 @pytest.mark.release
 def test_whole_demo(tmp_path):
     """`make demo` without its set-up: the teacher learns every task, and alignment beats mean-pooling."""

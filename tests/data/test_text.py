@@ -84,14 +84,6 @@ def test_damaged_text_is_one_line(tmp_path, name, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_sequence_length():
-    assert text.sequence_length(None, 512, 256) == text.sequence_length(256, 512, 256) == 256
-    assert text.sequence_length(None, 512, 4096) == 512 and text.sequence_length(1, 512, 256) == 1
-    for requested, least in ((257, 1), (1, 2), (0, 1)):
-        with pytest.raises(UserError, match=f"--length: expected {least} to 256 tokens .*found {requested}"):
-            text.sequence_length(requested, 512, 256, least)
-
-
 @pytest.mark.slow
 def test_demo_keeps_its_held_out_text_apart(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()

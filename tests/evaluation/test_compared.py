@@ -63,11 +63,6 @@ def test_questions_are_all_or_the_first_ones_or_drawn_by_the_seed(inputs):
         assert list(compared.read_questions(settings)["siqa"]) == list(numbers)
 
 
-def test_a_prompt_is_a_line_of_its_file(tmp_path):
-    (tmp_path / "prompts.txt").write_text("\nGood\u2028morning\r\n \n last", encoding="utf-8")
-    assert compared.read_prompts(str(tmp_path / "prompts.txt")) == ["Good\u2028morning", "last"]
-
-
 def tokenized(tokenizer, texts: list[str]) -> Tokenized:
     return Tokenized(tokenizer, 2, {TEXT: (texts, "a text")}, {}, {}, [])
 

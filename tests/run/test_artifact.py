@@ -1,7 +1,6 @@
 """Artifacts come back as written, or are refused; a stage makes each once; what was complete is intact."""
 
 import os
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -289,20 +288,3 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
             file.write(b"half")
             raise error
     assert contents(tmp_path) == {"home/x": "first"}
-
-
-def test_what_a_calibration_has_read_is_known_by_size_and_time(args, tmp_path, monkeypatch):
-    """A large file is hashed once a run; again where its time is another."""
-    text = tmp_path / "text.txt"
-    text.write_text("abc")
-    read = {"read": [{"path": str(text)} | files.stamp(str(text))]}
-    files.write_json(os.path.join(args.run, "calibration", "stage.json"),
-                     valid_record("01_calibrate.py") | read)
-    monkeypatch.setattr(files, "STAMPS", {})
-    artifact.remember_inputs(args.run)
-    monkeypatch.setattr(files, "sha256", lambda path: "hashed")
-    assert files.stamp(str(text))["sha256"] != "hashed"
-    os.utime(text)
-    assert files.stamp(str(text))["sha256"] == "hashed"
-    shutil.rmtree(os.path.join(args.run, "calibration"))
-    artifact.remember_inputs(args.run)
