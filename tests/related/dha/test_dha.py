@@ -16,16 +16,32 @@ from common.models.equivalence import max_difference
 from common.models.families import geometry
 from common.training.attention import Trainee
 from common.training.packing import build_row
-from dha_models import EIGHT, GROUPS, HALVES, fused_pair, fused_tiny, random_operators, tokens
+from dha_models import EIGHT, GROUPS, HALVES, random_operators, tokens
 from models import save_tiny, tiny_model
 from related.dha import fusion, start
-from related.dha.modeling import DhaForCausalLM
 from related.dha.training import all_logits
 
 pytestmark = pytest.mark.slow
+TWO = [GROUPS["key"][0], HALVES, [[0, 7, 3, 4], [1, 2, 5, 6]]]  # groups in every layer
+AGAIN = {"key": [[[0, 1]], [[0]], [[0, 2], [1, 3]]], "value": [[[0]], [[0, 3], [1, 2]], [[0, 1]]]}
 
 
-@pytest.mark.parametrize("make", [tiny_model, lambda: fused_tiny()[1]])
+def fused_pair(source, groups) -> tuple:
+    """A model in fusion, its operators averaged, and the model of fused heads made from it."""
+    operators = random_operators(groups)
+    fused = fusion.fused_model(source.config, source.state_dict(), groups, operators)
+    return fusion.with_operators(source, fusion.averaged(operators), groups), fused
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The path of a fused model's checkpoint, and the model."""
+    path, (_, fused) = tmp_path_factory.mktemp("fused"), fused_pair(tiny_model(bias=True), GROUPS)
+    fused.save_pretrained(path)
+    return path, fused
+
+
+@pytest.mark.parametrize("make", [tiny_model, lambda: fused_pair(tiny_model(), GROUPS)[1]])
 def test_operators_that_change_nothing_change_nothing_and_others_do(make):
     source = make()
     whole, expected = fusion.whole_layers(fusion.head_counts(source.config)), all_logits(source, tokens())
@@ -75,16 +91,27 @@ def test_margin_is_equation_8():
 
 
 def test_fused_heads_are_the_averaged_model_and_its_cache_holds_them_alone():
-    averaged, fused = fused_tiny(bias=False, tie_word_embeddings=True)
-    assert type(fused) is DhaForCausalLM
+    averaged, fused = fused_pair(tiny_model(tie_word_embeddings=True), GROUPS)
     assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
     with torch.no_grad():
         cache = fused(input_ids=tokens(), use_cache=True).past_key_values.layers
     assert [(layer.keys.shape[1], layer.values.shape[1]) for layer in cache] == [(2, 1), (1, 4), (4, 2)]
     assert cache_bytes_per_token(fused, tokens()[0]) == (7 + 7) * 8 * 4
-    assert geometry(fused.config).kv_heads == 14 // (2 * 3)
     attention = fused.model.layers[0].self_attn
     assert attention.key_map == [0, 1, 0, 1, 1, 0, 1, 0] and attention.value_map == [0] * 8
+
+
+def test_shared_groups_of_one_number_are_a_stock_llama():
+    averaged, fused = fused_pair(tiny_model(bias=True), {"key": TWO, "value": TWO})
+    assert type(fused) is LlamaForCausalLM and geometry(fused.config).kv_heads == 2
+    assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
+
+
+def test_fused_heads_are_fused_further(saved):
+    averaged, fused = fused_pair(AutoModelForCausalLM.from_pretrained(saved[0]).eval(), AGAIN)
+    assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
+    assert fused.config.key_groups == [[EIGHT], [EIGHT], [[0, 2, 4, 6], [1, 3, 5, 7]]]
+    assert fused.config.value_groups == [[EIGHT], [[0, 3, 4, 7], [1, 2, 5, 6]], [EIGHT]]
 
 
 def test_without_fusion_heads_are_the_means_of_their_groups(tmp_path):
@@ -95,33 +122,6 @@ def test_without_fusion_heads_are_the_means_of_their_groups(tmp_path):
         expected[name] = torch.cat([heads[group].mean(0) for group in GROUPS[kind][layer]])
     pooled, _ = start.averaged(None, path, {"groups": GROUPS, "summary": {"steps_so_far": 4}}, None)
     torch.testing.assert_close(pooled.state_dict(), expected, rtol=1e-6, atol=1e-7)
-
-
-TWO = [GROUPS["key"][0], HALVES, [[0, 7, 3, 4], [1, 2, 5, 6]]]  # groups in every layer
-ONE = {"key": [[[0, 1]], [[0]], [[0, 1, 2, 3]]], "value": [[[0]], [[0, 1, 2, 3]], [[0, 1]]]}
-AGAIN = {"key": [[[0, 1]], [[0]], [[0, 2], [1, 3]]], "value": [[[0]], [[0, 3], [1, 2]], [[0, 1]]]}
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """The path of a fused model's checkpoint, and the model."""
-    path, (_, fused) = tmp_path_factory.mktemp("fused"), fused_tiny()
-    fused.save_pretrained(path)
-    return path, fused
-
-
-def test_fused_heads_are_fused_further_and_shared_groups_of_one_number_are_a_stock_llama(saved, tmp_path):
-    for source, groups, kv_heads in ((tiny_model(bias=True), {"key": TWO, "value": TWO}, 2),
-                                     (AutoModelForCausalLM.from_pretrained(saved[0]).eval(), ONE, 1)):
-        averaged, fused = fused_pair(source, groups)
-        assert type(fused) is LlamaForCausalLM and geometry(fused.config).kv_heads == kv_heads
-        assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
-    fused.save_pretrained(tmp_path)
-    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
-    averaged, fused = fused_pair(AutoModelForCausalLM.from_pretrained(saved[0]).eval(), AGAIN)
-    assert max_difference(all_logits(averaged, tokens()), all_logits(fused, tokens())) < 1e-4
-    assert fused.config.key_groups == [[EIGHT], [EIGHT], [[0, 2, 4, 6], [1, 3, 5, 7]]]
-    assert fused.config.value_groups == [[EIGHT], [[0, 3, 4, 7], [1, 2, 5, 6]], [EIGHT]]
 
 
 def test_attention_implementations_agree_step_by_step_too_and_packed_samples_stay_apart(saved):
@@ -145,14 +145,9 @@ def test_strangers_load_it_with_trust_remote_code(saved, tmp_path):
     """In a process that sees none of this repository."""
     path, fused = saved
     expected = fused.generate(tokens(), max_new_tokens=6, do_sample=False)
-    torch.save((str(path), tokens(), expected), tmp_path / "expected.pt")
-    script = (
-        "import torch; from transformers import AutoModelForCausalLM as Auto\n"
-        "path, tokens, expected = torch.load('expected.pt')\n"
-        "model = Auto.from_pretrained(path, trust_remote_code=True).eval()\n"
-        "assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False), expected)\n"
-    )
+    script = f"""import torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained({str(path)!r}, trust_remote_code=True)
+print(model.generate(torch.tensor({tokens().tolist()}), max_new_tokens=6, do_sample=False).tolist())"""
     environment = os.environ | {"PYTHONPATH": "", "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
-                          check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output = subprocess.check_output([sys.executable, "-c", script], cwd=tmp_path, env=environment)
+    assert json.loads(output) == expected.tolist()
