@@ -4,7 +4,6 @@ import copy
 import itertools
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -64,8 +63,6 @@ def test_groups_of_least_energy_and_the_heads_a_layer_needs_are_those_that_lose_
     needed = {kind: [len(layer) for layer in GROUPS[kind]] for kind in start.KINDS}
     for kind, groups in GROUPS.items():
         assert start.energy_groups(losses[kind], needed[kind]) == groups
-        for loss, layer in zip(losses[kind], groups, strict=True):
-            assert max(loss[np.ix_(group, group)].max() for group in layer) < 1e-6
     counts, costs = start.measure_counts(source, losses, sum(map(sum, needed.values())), tokens(4, 64))
     assert counts == needed
     for kind, index in itertools.product(needed, range(3)):
