@@ -47,9 +47,7 @@ def saved(tmp_path_factory):
 def test_operators_that_change_nothing_change_nothing_and_others_do(make):
     source = make()
     whole, expected = fusion.whole_layers(fusion.head_counts(source.config)), all_logits(source, tokens())
-    first = fusion.starting_operators(whole, 8)
-    same = fusion.with_operators(make(), {name: torch.nn.Parameter(first[name]) for name in first}, whole)
-    assert same.state_dict().keys() == source.state_dict().keys()  # which operators are not among
+    same = fusion.with_operators(make(), fusion.starting_operators(whole, 8), whole)
     assert max_difference(expected, all_logits(same, tokens())) < 1e-5
     for name in ("2_key", "2_value"):  # one factor of one head makes a difference
         operators = fusion.starting_operators(whole, 8)
@@ -59,16 +57,14 @@ def test_operators_that_change_nothing_change_nothing_and_others_do(make):
 
 
 def test_mixed_heads_are_equation_5():
-    attention, operators = tiny_model(bias=True).model.layers[0].self_attn, random_operators()
-    x = torch.randn(5, 48)
-    plain = {"key": attention.k_proj(x).view(5, 8, 8), "value": attention.v_proj(x).view(5, 8, 8)}
-    model = fusion.with_operators(tiny_model(bias=True), operators, GROUPS)
+    x, operators = torch.randn(5, 48), random_operators()
+    models = tiny_model(bias=True), fusion.with_operators(tiny_model(bias=True), operators, GROUPS)
     for kind, name in fusion.PROJECTIONS.items():
-        mixed = getattr(model.model.layers[0].self_attn, name)(x).view(5, 8, 8)
+        plain, mixed = (getattr(model.model.layers[0].self_attn, name)(x).view(5, 8, 8) for model in models)
         for group, members in enumerate(GROUPS[kind][0]):
             for h, head in enumerate(members):
                 factors = operators[f"0_{kind}"][group, h]
-                expected = sum(factors[j] * plain[kind][:, other] for j, other in enumerate(members))
+                expected = sum(factors[j] * plain[:, other] for j, other in enumerate(members))
                 torch.testing.assert_close(mixed[:, head], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -159,8 +155,6 @@ def test_budgets_of_algorithm_5():
     assert given[losses.index(max(losses))] == 16 and given.count(16) == 1
     rest = sorted((loss, count) for loss, count in zip(losses, given, strict=True) if count < 16)
     assert [count for _, count in rest] == [4, 4] + [8] * 29  # the remaining heads go to the largest losses
-    # the neediest layer gets its own highest rung, and none gets more heads than it has
-    assert grouping.allocate([9.0, 3.0, 0.9, 1.0], [2, 8, 1, 4], [1, 2, 4], 9) == [2, 4, 1, 2]
 
 
 def test_every_budget_that_can_be_met_is_met_exactly_and_no_other():
@@ -223,8 +217,6 @@ def test_search_groups_heads_by_their_own_kind_and_budgets_layers_by_their_loss(
     for kind, (layer, expected) in pairs.items():
         assert metrics[kind]["heads"] == [4 if index == layer else 1 for index in range(3)]
         assert groups[kind] == [expected if index == layer else [EIGHT] for index in range(3)]
-        loss = 24 / 28 / 8  # of 28 pairs of heads all but 4 have a loss of 4 / 4 / 8
-        assert metrics[kind]["layer_loss"][layer] == pytest.approx(loss)
 
 
 def test_cka_is_as_printed_and_finds_a_rotated_head():
@@ -236,5 +228,4 @@ def test_cka_is_as_printed_and_finds_a_rotated_head():
         norms = (x.T @ x).norm() ** 2 * (y.T @ y).norm() ** 2
         torch.testing.assert_close(matrix[a, b], (x.T @ y).norm() ** 2 / norms.sqrt())
     assert float(matrix[0, 1]) == pytest.approx(1, abs=1e-5) and float(matrix[0, 2]) < 0.9
-    mean = float(matrix[0, 1] + matrix[0, 2] + matrix[1, 2]) / 3
-    assert grouping.redundancy(matrix) == pytest.approx(mean)
+    assert grouping.redundancy(matrix) == pytest.approx(float(matrix.sum() - 3) / 6)

@@ -44,8 +44,8 @@ def test_operator_gradient_is_that_of_the_whole_objective(
     """That of L_lm is summed over ranks, here two that are alike; that of fusion counts once."""
     monkeypatch.setattr(training, "sum_over_ranks", lambda leaves: [
         leaf.grad.mul_(2) for leaf in leaves if leaf.grad is not None])
-    rates = {name: rate for name, rate in RATES.items() if multiplier or name != "lambda_lr"}
-    job = training.begin(str(tmp_path / "run"), rates, save_tiny(tmp_path / "model"), group_of_one, groups)
+    chosen = {name: rate for name, rate in RATES.items() if multiplier or name != "lambda_lr"}
+    job = training.begin(str(tmp_path / "run"), chosen, save_tiny(tmp_path / "model"), group_of_one, groups)
     samples, trained, job.step = random_samples(4), training.operators_in(job.trainee), number
     with torch.no_grad():
         if multiplier:
@@ -95,7 +95,6 @@ def test_a_resumed_fusion_ends_bit_identical(tmp_path, group_of_one):
         ends.append(training.last_weights(str(tmp_path / name)))
     torch.testing.assert_close(*ends, rtol=0, atol=0)  # weights, operators, lambda and step
     assert ends[0][2] > 0
-    torch.testing.assert_close(training.operators_in(job.trainee), ends[1][1], rtol=0, atol=0)
 
 
 def dha(command: str, *arguments, **options):
@@ -186,8 +185,6 @@ def test_closed_forms_and_aligned_heads_as_commands(inputs, halved):
     assert kl["output"] < kl["uniform"] > kl["measured"]
 
     dha("start", "--run", home, "--merge", "none")
-    before, after = (read(place / "searched" / "stage.json") for place in (home, rotated))
-    assert before["groups"] == after["groups"] and before["summary"].items() <= after["summary"].items()
     logits = [all_logits(load_model(str(place / "searched")), tokens()) for place in (home, rotated)]
     assert max_difference(*logits) < 1e-4
     dha("start", "--run", rotated, "--weights", "searched")

@@ -20,7 +20,6 @@ from runs import read, run
 
 pytestmark = pytest.mark.slow
 PRUNING = {"ratio": 0.5, "recent": 5, "observed": 7}
-GENERATION = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 MODELS = {
     "mha": {},
     "gqa": {"num_key_value_heads": 2, "bias": True},
@@ -156,23 +155,15 @@ def test_channels_are_those_of_each_sample_alone(name):
                 assert torch.equal(layer.channels[sample], expected.channels[0])
 
 
-def test_a_second_prompt_after_a_short_one_is_not_pruned():
-    """Only the end of the first prompt prunes, even when it was too short to."""
-    model, batch = tiny_model(), batch_of(4)
-    cache = KeyChannelCache(model, 0.5, recent=5, prompt=4)
-    logits(model, batch, cache)
-    logits(model, second_prompt(batch, 20), cache)
-    assert all(layer.channels is None for layer in cache.layers)
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
+@pytest.mark.parametrize("settings", [{"ratio": 0.0}, {"ratio": 0.5, "recent": 20}])
+def test_with_nothing_to_prune_logits_equal_the_plain_cache_bit_for_bit(name, settings):
+    """Nor are later prompts pruned after one that was too short to."""
     model, batch = tiny_model(**MODELS[name]), batch_of(20, 13)
-    plain, second = DynamicCache(config=model.config), second_prompt(batch, 8)
-    expected = [logits(model, batch, plain), logits(model, second, plain)]
-    cache = KeyChannelCache(model, ratio=0.0, prompt=20)
-    assert torch.equal(logits(model, batch, cache), expected[0])
-    assert torch.equal(logits(model, second, cache), expected[1])
+    plain, cache = DynamicCache(config=model.config), KeyChannelCache(model, **settings, prompt=20)
+    for _ in range(3):
+        assert torch.equal(logits(model, batch, cache), logits(model, batch, plain))
+        batch = second_prompt(batch, 8)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 19])  # the 7 observed queries lie in several chunks
@@ -180,9 +171,10 @@ def test_a_prompt_in_chunks_is_pruned_as_a_whole(chunk):
     """Tokens, tensors and bytes of the cache are those after the same prompt in one forward pass."""
     model, batch = tiny_model(**MODELS["gqa"]).double(), batch_of(20, 5)
     whole, chunked = KeyChannelCache(model, **PRUNING), KeyChannelCache(model, **PRUNING, prompt=20)
-    tokens = model.generate(**batch, **GENERATION, past_key_values=whole)
-    flags = GENERATION | {"prefill_chunk_size": chunk}
-    assert torch.equal(model.generate(**batch, **flags, past_key_values=chunked), tokens)
+    flags = batch | {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(**flags, past_key_values=whole)
+    chunks = model.generate(**flags, past_key_values=chunked, prefill_chunk_size=chunk)
+    assert torch.equal(chunks, tokens)
     assert cached_bytes(chunked) == cached_bytes(whole)
     for expected, layer in zip(whole.layers, chunked.layers, strict=True):
         for tensor in ("channels", "pruned", "keys", "values"):
@@ -253,13 +245,13 @@ def test_premises_are_shares_of_energy_and_what_later_queries_lose_by_the_window
         torch.testing.assert_close(found["channels"][name], errors)
 
 
-SHORT = ["--sequences", 3, "--batch", 2, "--prompt", 40, "--continuation", 8, "--recent", 6, "--repeats", 1]
+SHORT = ["--sequences", 3, "--batch", 2, "--prompt", 40, "--continuation", 8, "--recent", 6, "--repeats", 1,
+         "--ratios", 0.5, 0.7]
 
 
 def test_command_measures_every_checkpoint(inputs, tmp_path):
     gqa, home = save_tiny(tmp_path / "gqa", num_key_value_heads=2), tmp_path / "run"
     flags = ["--run", home, "--model", inputs["model"], gqa, "--text", inputs["text"], *SHORT]
-    flags += ["--ratios", 0.5, 0.7]
     run("related/keychannels/measure.py", *flags)
     results = read(home / "keychannels" / "stage.json")["results"]
     for path, heads in ((inputs["model"], 8), (gqa, 2)):
