@@ -116,13 +116,8 @@ def loss_at(row: dict, share: float) -> str:
     return f"{loss:.3f}" if abs(tokens - wanted) <= NEAR * row["tokens"] else ""
 
 
-def table(header: list[str], lines: list) -> str:
-    """Markdown, with numbers to the right."""
-    return markdown_table(header, lines, align="<" + ">" * (len(header) - 1))
-
-
 def comparison_table(rows: dict[str, dict]) -> str:
-    """A line per row."""
+    """Markdown: a line per row."""
     tokens = next(reversed(rows.values()))["tokens"]
     shares = [f"{share * tokens / 1e6:.2f} M" for share in SHARES]
     lines = []
@@ -130,7 +125,8 @@ def comparison_table(rows: dict[str, dict]) -> str:
         first_tokens, first_loss = row["heldout"][0]
         start = f"{row['cache_bytes_per_token']:.0f}", f"{first_loss:.3f}", f"{first_tokens / 1e6:.2f} M"
         lines.append([name, *start, *(loss_at(row, share) for share in SHARES)])
-    return table(["", "cache bytes per token", "first loss", "after tokens", *shares], lines)
+    header = ["", "cache bytes per token", "first loss", "after tokens", *shares]
+    return markdown_table(header, lines, "<" + ">" * (len(header) - 1))
 
 
 def compare_trained(args, search: dict, aside: str) -> tuple[str, dict, str]:
@@ -183,7 +179,7 @@ def compare_starts(args, search: dict, aside: str) -> tuple[str, dict, str]:
                       f"{row['lost']:.3f} ± {row['lost_stderr']:.3f}", f"{row['kl']:.3f}"))
     nearest = min((name for name in rows if name != SOURCE), key=lambda name: rows[name]["lost"])
     closing = f"closest to the source {nearest}, {rows[nearest]['lost']:.3f} nats above it"
-    return table(header, lines) + "\n", {"rows": rows}, closing
+    return markdown_table(header, lines, "<>>>>>>") + "\n", {"rows": rows}, closing
 
 
 def main():

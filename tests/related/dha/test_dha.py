@@ -188,7 +188,7 @@ def test_annealing_finds_the_best_of_all_groupings_and_keeps_its_books(count):
         assert grouping.within_random(losses, count) == pytest.approx(sum(totals) / len(totals))
         total, groups = grouping.walk(losses.tolist(), count, random.Random(seed))  # summed up swap by swap
         assert total == pytest.approx(grouping.within(losses.tolist(), groups))
-    losses = random_losses(16, 0)
+    losses = random_losses(32, 0)
     assert grouping.anneal(losses, count, seed=0) == grouping.anneal(1024 * losses, count, seed=0)
 
 
