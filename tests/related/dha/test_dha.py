@@ -217,6 +217,10 @@ def test_search_groups_heads_by_their_own_kind_and_budgets_layers_by_their_loss(
     for kind, (layer, expected) in pairs.items():
         assert metrics[kind]["heads"] == [4 if index == layer else 1 for index in range(3)]
         assert groups[kind] == [expected if index == layer else [EIGHT] for index in range(3)]
+    uneven = fusion.starting_operators(fusion.whole_layers({"key": [4, 8], "value": [4, 8]}), 2)
+    uneven = {name: (1.1 if name[0] == "1" else 1) * operator for name, operator in uneven.items()}
+    _, metrics = search.choose_groups(uneven, 3, [1, 2, 4], seed=0)
+    assert metrics["key"]["heads"] == [2, 4]  # by sums over heads: the mean is larger where there are four
 
 
 def test_cka_is_as_printed_and_finds_a_rotated_head():

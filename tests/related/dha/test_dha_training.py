@@ -94,7 +94,6 @@ def test_a_resumed_fusion_ends_bit_identical(tmp_path, group_of_one):
                 training.take_step(step, random_samples(4))
         ends.append(training.last_weights(str(tmp_path / name)))
     torch.testing.assert_close(*ends, rtol=0, atol=0)  # weights, operators, lambda and step
-    assert ends[0][2] > 0
 
 
 def dha(command: str, *arguments, **options):
