@@ -26,15 +26,7 @@ from common.models.equivalence import mean_kl, mean_nll, sequence_losses
 from common.models.load import load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table
-from common.run import flags
-from common.run.artifact import (
-    begin_stage,
-    check_input,
-    input_digests,
-    read_record,
-    write_directory,
-    write_record,
-)
+from common.run import artifact, flags
 from common.run.errors import UserError, run_stage
 from common.run.files import write_text
 from common.run.flags import stage_parser
@@ -98,7 +90,7 @@ def uncompressed_curve(run: str, searched: dict, fused: dict) -> list[list[float
 
 def read_rows(run: str, names: list[str]) -> dict[str, dict]:
     """Name -> summary of each row. Raises UserError if they differ in what makes them comparable."""
-    rows = {name: read_record(os.path.join(run, name), PRETRAIN)["summary"] for name in names}
+    rows = {name: artifact.read_record(os.path.join(run, name), PRETRAIN)["summary"] for name in names}
     reference = rows[names[-1]]
     for name, row in rows.items():
         cache = () if name == SOURCE else ("cache_bytes_per_token",)
@@ -131,8 +123,8 @@ def comparison_table(rows: dict[str, dict]) -> str:
 
 def compare_trained(args, search: dict, aside: str) -> tuple[str, dict, str]:
     """The text of compare.md, the summary and a closing line; draws compare.png in `aside`."""
-    fusing = read_record(os.path.join(args.run, "fused"), FUSE, search["model"])
-    check_input(fusing, os.path.join(args.run, "searched"))
+    fusing = artifact.read_record(os.path.join(args.run, "fused"), FUSE, search["model"])
+    artifact.check_input(fusing, os.path.join(args.run, "searched"))
     model, searched, fused = search["model"], search["summary"], fusing["summary"]
     rows = read_rows(args.run, args.names)
     uncompressed = uncompressed_curve(args.run, searched, fused)
@@ -186,14 +178,14 @@ def main():
     args = parse()
     name = "starts" if args.models else "compare"
     rows = [] if args.models else args.names
-    inputs = input_digests(args.run, [os.path.join(args.run, name) for name in ("searched", *rows)])
+    inputs = artifact.input_digests(args.run, [os.path.join(args.run, name) for name in ("searched", *rows)])
     output = os.path.join(args.run, name)
-    started = begin_stage(REPORT, args, output, inputs=inputs)
-    search = read_record(os.path.join(args.run, "searched"), SEARCH)
-    with write_directory(output) as aside:
+    started = artifact.begin_stage(REPORT, args, output, inputs=inputs)
+    search = artifact.read_record(os.path.join(args.run, "searched"), SEARCH)
+    with artifact.write_directory(output) as aside:
         text, summary, closing = (compare_starts if args.models else compare_trained)(args, search, aside)
         write_text(os.path.join(aside, f"{name}.md"), text)
-        write_record(aside, started.record(search["model"], summary))
+        artifact.write_record(aside, started.record(search["model"], summary))
     print(f"\n{text}\nwrote   {output}\nreport: {closing}, in {started.clock()} s")
 
 
