@@ -26,15 +26,7 @@ from common.models.equivalence import mean_kl, mean_nll, sequence_losses
 from common.models.load import load_model, load_tokenizer
 from common.reporting import plots
 from common.reporting.tables import markdown_table
-from common.run import flags
-from common.run.artifact import (
-    begin_stage,
-    check_input,
-    input_digests,
-    read_record,
-    write_directory,
-    write_record,
-)
+from common.run import artifact, flags
 from common.run.errors import UserError, run_stage
 from common.run.files import write_text
 from common.run.flags import stage_parser
@@ -98,7 +90,7 @@ def uncompressed_curve(run: str, searched: dict, fused: dict) -> list[list[float
 
 def read_rows(run: str, names: list[str]) -> dict[str, dict]:
     """Name -> summary of each row. Raises UserError if they differ in what makes them comparable."""
-    rows = {name: read_record(os.path.join(run, name), PRETRAIN)["summary"] for name in names}
+    rows = {name: artifact.read_record(os.path.join(run, name), PRETRAIN)["summary"] for name in names}
     reference = rows[names[-1]]
     for name, row in rows.items():
         cache = () if name == SOURCE else ("cache_bytes_per_token",)
@@ -116,13 +108,8 @@ def loss_at(row: dict, share: float) -> str:
     return f"{loss:.3f}" if abs(tokens - wanted) <= NEAR * row["tokens"] else ""
 
 
-def table(header: list[str], lines: list) -> str:
-    """Markdown, with numbers to the right."""
-    return markdown_table(header, lines, align="<" + ">" * (len(header) - 1))
-
-
 def comparison_table(rows: dict[str, dict]) -> str:
-    """A line per row."""
+    """Markdown: a line per row."""
     tokens = next(reversed(rows.values()))["tokens"]
     shares = [f"{share * tokens / 1e6:.2f} M" for share in SHARES]
     lines = []
@@ -130,13 +117,14 @@ def comparison_table(rows: dict[str, dict]) -> str:
         first_tokens, first_loss = row["heldout"][0]
         start = f"{row['cache_bytes_per_token']:.0f}", f"{first_loss:.3f}", f"{first_tokens / 1e6:.2f} M"
         lines.append([name, *start, *(loss_at(row, share) for share in SHARES)])
-    return table(["", "cache bytes per token", "first loss", "after tokens", *shares], lines)
+    header = ["", "cache bytes per token", "first loss", "after tokens", *shares]
+    return markdown_table(header, lines, "<" + ">" * (len(header) - 1))
 
 
 def compare_trained(args, search: dict, aside: str) -> tuple[str, dict, str]:
     """The text of compare.md, the summary and a closing line; draws compare.png in `aside`."""
-    fusing = read_record(os.path.join(args.run, "fused"), FUSE, search["model"])
-    check_input(fusing, os.path.join(args.run, "searched"))
+    fusing = artifact.read_record(os.path.join(args.run, "fused"), FUSE, search["model"])
+    artifact.check_input(fusing, os.path.join(args.run, "searched"))
     model, searched, fused = search["model"], search["summary"], fusing["summary"]
     rows = read_rows(args.run, args.names)
     uncompressed = uncompressed_curve(args.run, searched, fused)
@@ -183,21 +171,21 @@ def compare_starts(args, search: dict, aside: str) -> tuple[str, dict, str]:
                       f"{row['lost']:.3f} ± {row['lost_stderr']:.3f}", f"{row['kl']:.3f}"))
     nearest = min((name for name in rows if name != SOURCE), key=lambda name: rows[name]["lost"])
     closing = f"closest to the source {nearest}, {rows[nearest]['lost']:.3f} nats above it"
-    return table(header, lines) + "\n", {"rows": rows}, closing
+    return markdown_table(header, lines, "<>>>>>>") + "\n", {"rows": rows}, closing
 
 
 def main():
     args = parse()
     name = "starts" if args.models else "compare"
     rows = [] if args.models else args.names
-    inputs = input_digests(args.run, [os.path.join(args.run, name) for name in ("searched", *rows)])
+    inputs = artifact.input_digests(args.run, [os.path.join(args.run, name) for name in ("searched", *rows)])
     output = os.path.join(args.run, name)
-    started = begin_stage(REPORT, args, output, inputs=inputs)
-    search = read_record(os.path.join(args.run, "searched"), SEARCH)
-    with write_directory(output) as aside:
+    started = artifact.begin_stage(REPORT, args, output, inputs=inputs)
+    search = artifact.read_record(os.path.join(args.run, "searched"), SEARCH)
+    with artifact.write_directory(output) as aside:
         text, summary, closing = (compare_starts if args.models else compare_trained)(args, search, aside)
         write_text(os.path.join(aside, f"{name}.md"), text)
-        write_record(aside, started.record(search["model"], summary))
+        artifact.write_record(aside, started.record(search["model"], summary))
     print(f"\n{text}\nwrote   {output}\nreport: {closing}, in {started.clock()} s")
 
 

@@ -54,6 +54,7 @@ from related.dha.training import all_logits, relative_difference
 KINDS = tuple(fusion.PROJECTIONS)
 NAMES = {"source": "cold", "searched": "unfused"}  # of means: --weights -> name of the model
 RESTARTS, SWAPS = 50, 1000  # of Algorithm 2, whose scores are those of pairs
+REFITTED = 128  # training sequences for --refit
 CHECKED = 4, 64  # random sequences and their tokens whose logits rotations must not change
 
 
@@ -72,7 +73,6 @@ def parse():
          help="heads that each layer keeps")
     flag("--sequences", type=positive, default=32, help="training sequences to measure on")
     flag("--refit", choices=("output", "attention"), help="as --refit of 04_align.py")
-    flag("--refit-sequences", type=positive, default=128, help="to refit on, of training text")
     args = parser.parse_args()
     if args.groups == "search" and args.counts != "search":
         raise UserError(f"--groups search: expected --counts search with it, found {args.counts}")
@@ -237,7 +237,7 @@ def in_closed_form(args, path: str, search: dict, grams_of) -> tuple:
     groups, metrics = choose_groups(args, source, search, tokens)
     model = source.merged(groups)
     if args.refit:
-        more, _ = load_tokens(data["text"], tokenizer, args.refit_sequences, data["length"])
+        more, _ = load_tokens(data["text"], tokenizer, REFITTED, data["length"])
         metrics["refit"] = source.refit(model, more, args.refit == "attention")
     metrics["kl"] = mean_kl(all_logits(layers.model, tokens), all_logits(model, tokens))
     print(f"KL      {metrics['kl']:.4f} from {path} on {tokens.numel()} training tokens")

@@ -78,8 +78,7 @@ def parse():
     parser.add_argument("--observed", type=positive, default=32,
                         help="last queries of the prompt that channels are chosen by")
     parser.section("text")
-    parser.add_argument("--text", default=DEMO,
-                        help=f"{EXPECTED}; of demo, its held-out part")
+    parser.add_argument("--text", default=DEMO, help=f"{EXPECTED}; of demo, its held-out part")
     parser.add_argument("--sequences", type=positive, default=32, help="number of texts, at least 2")
     parser.add_argument("--prompt", type=positive, default=192, help="tokens of each text in the prompt")
     parser.add_argument("--continuation", type=positive, default=64, help="tokens after it, at least 2")

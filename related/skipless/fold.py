@@ -198,15 +198,12 @@ def rounded_difference(reference: list, model, tokens: torch.Tensor, dtype: torc
 def parse():
     parser = stage_parser(__doc__)
     parser.set_defaults(run="runs/skipless")
-    parser.add_argument("--model", metavar="DIR",
-                        help="skipless checkpoint (default: RUN/serial)")
-    parser.add_argument("--remove", choices=tuple(PROJECTIONS), default="q",
-                        help="what to remove; see above")
+    parser.add_argument("--model", metavar="DIR", help="skipless checkpoint (default: RUN/serial)")
+    parser.add_argument("--remove", choices=tuple(PROJECTIONS), default="q", help="what to remove; see above")
     parser.add_argument("--dtype", choices=("source", "float64", "float32", "bfloat16"), default="source",
                         help="dtype of the weights written")
     parser.section("equivalence check")
-    parser.add_argument("--text", default=DEMO,
-                        help=f"{EXPECTED}; of demo, its held-out part")
+    parser.add_argument("--text", default=DEMO, help=f"{EXPECTED}; of demo, its held-out part")
     parser.add_argument("--length", type=positive, default=128, help="tokens per sequence")
     return parser.parse_args()
 

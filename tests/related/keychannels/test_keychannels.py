@@ -1,7 +1,6 @@
 """Key-channel pruning: objective, selectors, cache and what is measured, against their definitions."""
 
 import itertools
-import json
 import math
 from argparse import Namespace
 
@@ -13,57 +12,46 @@ from transformers import DynamicCache
 
 from common.run.errors import UserError
 from models import save_tiny, tiny_model
+from reference import normal
 from related.keychannels import channels, measure
 from related.keychannels.cache import KeyChannelCache, KeyChannelLayer, cached_bytes
-from related.keychannels.channels import SELECTORS, cheapest_alone, exact, greedy, kept_channels, objective
-from runs import run
+from related.keychannels.channels import SELECTORS, exact, greedy, kept_channels, objective
+from runs import read, run
 
 pytestmark = pytest.mark.slow
 PRUNING = {"ratio": 0.5, "recent": 5, "observed": 7}
-GENERATION = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 MODELS = {
     "mha": {},
     "gqa": {"num_key_value_heads": 2, "bias": True},
     "key norms": {"num_key_value_heads": 4, "model_type": "qwen3"},
+    "windows after a layer": {"num_key_value_heads": 2, "model_type": "qwen2", "use_sliding_window": True,
+                              "sliding_window": 8, "max_window_layers": 1},
 }
 
 
-
-def draw(*shape, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    return [torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(seed + row)).tolist()
-            for row, length in enumerate(lengths)]
+def batch_of(*lengths: int, seed: int = 0) -> dict:
+    """Random texts of these lengths as one batch, padded on the left."""
+    longest, draw = max(lengths), torch.Generator().manual_seed(seed)
+    real = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+    return {"input_ids": torch.randint(250, real.shape, generator=draw), "attention_mask": real.long()}
 
 
-def states(model, tokens: torch.Tensor) -> list[list]:
-    """What the attention of each layer without a sliding window gets and gives, in float64, and its scale."""
-    seen = []
-    measure.watch_attention(model, tokens, lambda *layer: seen.append(
-        [*(tensor.double() for tensor in layer[:-1]), layer[-1]]))
-    return seen
+def second_prompt(first: dict, length: int) -> dict:
+    """A second prompt after the first, a different one for each sample."""
+    second = batch_of(*[length] * len(first["input_ids"]), seed=7)
+    return second | {"attention_mask": torch.cat((first["attention_mask"], second["attention_mask"]), 1)}
 
 
-def weights(heads: int = 6, size: int = 8) -> torch.Tensor:
-    """W of heads whose channels depend on each other, [heads, size, size]."""
-    queries = draw(heads, 9, size, seed=0) @ draw(heads, size, size, seed=2)
-    keys = draw(heads, 9, size, seed=1) @ draw(heads, size, size, seed=3)
+def weights(heads: int = 6) -> torch.Tensor:
+    """W of heads whose channels depend on each other, [heads, 8, 8]."""
+    queries = normal(heads, 9, 8, seed=0) @ normal(heads, 8, 8, seed=2)
+    keys = normal(heads, 9, 8, seed=1) @ normal(heads, 8, 8, seed=3)
     return channels.interactions(queries, keys)
 
 
-def cost(matrix: torch.Tensor, channels) -> float:
-    return sum(float(matrix[i, j]) for i in channels for j in channels)
-
-
-def sets(removed: torch.Tensor) -> list[set]:
-    return [set(row.nonzero()[:, 0].tolist()) for row in removed]
-
-
 def test_objective_is_the_squared_error_of_the_scores():
-    queries, keys = draw(3, 4, 6, 8).float(), draw(3, 9, 8, seed=1).float()  # 3 key heads, 4 readers each
-    removed = draw(3, 8, seed=2) > 0
+    queries, keys = normal(3, 4, 6, 8).float(), normal(3, 9, 8, seed=1).float()  # 3 key heads, 4 readers each
+    removed = normal(3, 8, seed=2) > 0
     squared = objective(channels.interactions(queries.flatten(1, 2), keys), removed)
     queries, keys = queries.double(), keys.double()
     keep = torch.diag_embed((~removed).double())
@@ -75,67 +63,43 @@ def test_objective_is_the_squared_error_of_the_scores():
 def test_selectors_by_definition(count):
     """think goes by W of the whole prompt, the others by that of the keys that are pruned."""
     matrices, others = weights(), weights(heads=12)[6:]
-    by_name = {name: sets(SELECTORS[name](matrices, others, count)) for name in SELECTORS}
+    removed = {name: select(matrices, others, count) for name, select in SELECTORS.items()}
     for head, (matrix, other) in enumerate(zip(matrices, others, strict=True)):
-        for name, scored in (("think", other), ("align", matrix)):
-            alone = sorted(range(8), key=lambda i, scored=scored: float(scored[i, i]))
-            assert by_name[name][head] == set(alone[:count])
-        grown, printed = set(), set()
+        grown, printed = [], []
         for _ in range(count):
-            costs = {i: cost(matrix, grown | {i}) for i in range(8) if i not in grown}
-            grown.add(min(costs, key=costs.get))
-            shares = {i: float(matrix[i, list(printed | {i})].sum()) for i in range(8) if i not in printed}
-            printed.add(min(shares, key=shares.get))
-        assert by_name["greedy"][head] == grown and by_name["delta"][head] == printed
-        lowest = min(cost(matrix, by_name[name][head]) for name in ("think", "align", "greedy"))
-        assert cost(matrix, by_name["greedy+swap"][head]) <= lowest + 1e-9
+            costs = {i: float(matrix[[*grown, i]][:, [*grown, i]].sum()) for i in {*range(8)} - {*grown}}
+            grown.append(min(costs, key=costs.get))
+            shares = {i: float(matrix[i, [*printed, i]].sum()) for i in {*range(8)} - {*printed}}
+            printed.append(min(shares, key=shares.get))
+        for name, expected in (("think", other.diagonal().argsort()[:count].tolist()),
+                               ("align", matrix.diagonal().argsort()[:count].tolist()),
+                               ("greedy", grown), ("delta", printed)):
+            assert removed[name][head].nonzero()[:, 0].tolist() == sorted(expected)
 
 
-def test_swaps_end_where_none_helps_and_the_best_of_all_sets_is_found():
-    matrices = weights(heads=40)
-    best, swapped = exact(matrices, 4), SELECTORS["greedy+swap"](matrices, matrices, 4)
-    assert (objective(matrices, swapped) < objective(matrices, greedy(matrices, 4)) * 0.999).any()
-    for matrix, optimum, chosen in zip(matrices, sets(best), sets(swapped), strict=True):
-        costs = [cost(matrix, members) for members in itertools.combinations(range(8), 4)]
-        assert cost(matrix, optimum) == pytest.approx(min(costs))
-        for out, into in itertools.product(chosen, set(range(8)) - chosen):
-            assert cost(matrix, chosen - {out} | {into}) >= cost(matrix, chosen) - 1e-9
-
-
-def test_a_good_start_from_think_is_not_lost():
-    """Where swaps from the other starts fall short of the optimum, and think happens to find it."""
-    matrices = weights(heads=400)
-    best = exact(matrices, 4)
-    lowest = objective(matrices, best)
-    short = objective(matrices, SELECTORS["greedy+swap"](matrices, matrices, 4)) > lowest * (1 + 1e-9)
-    assert short.any() and not short.all()
-    lucky = torch.diag_embed((~best).double())  # a whole-prompt W whose cheapest channels are the best set
+def test_swaps_end_where_none_helps_and_no_good_start_is_lost():
+    matrices, members = weights(heads=40), torch.tensor([*itertools.combinations(range(8), 4)])
+    every = torch.zeros(len(members), 1, 8, dtype=torch.bool).scatter(-1, members[:, None], True)
+    costs, best = objective(matrices, every), exact(matrices, 4)  # of all sets; the cheapest set
+    lowest = costs.min(0).values
+    torch.testing.assert_close(objective(matrices, best), lowest)
+    swapped = SELECTORS["greedy+swap"](matrices, matrices, 4)
+    found, neighbours = objective(matrices, swapped), (every ^ swapped).sum(-1) == 2
+    assert (found < objective(matrices, greedy(matrices, 4)) * 0.999).any()
+    assert (costs >= found - 1e-9)[neighbours].all() and (found > lowest * (1 + 1e-9)).any()
+    lucky = torch.diag_embed((~best).double())  # a whole-prompt W by which think finds the cheapest set
     torch.testing.assert_close(objective(matrices, SELECTORS["greedy+swap"](matrices, lucky, 4)), lowest)
 
 
 def test_a_swap_within_rounding_is_not_made():
     """Two channels of equal cost would otherwise change places for ever."""
     matrix = torch.diag_embed(torch.tensor([[1e6, 1e6 * (1 - 1e-15)]], dtype=torch.float64))
-    assert sets(channels.swap(matrix, torch.tensor([[True, False]]))) == [{0}]
+    assert channels.swap(matrix, torch.tensor([[True, False]])).tolist() == [[True, False]]
 
 
 def test_removed_count_rounds_the_kept_channels_down():
     assert [channels.removed_count(ratio, 16) for ratio in (0, 0.3, 0.4, 0.5)] == [0, 5, 7, 8]
     assert channels.removed_count(0.9, 10) == 9  # 1 - 0.9 is a little less than 0.1
-
-
-def batch_of(texts: list[list[int]]) -> dict:
-    """Texts as one batch, padded on the left."""
-    longest = max(map(len, texts))
-    ids = [[9] * (longest - len(text)) + text for text in texts]
-    mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
-
-def second_prompt(first: dict, length: int) -> dict:
-    """A second prompt after the first, a different one for each sample."""
-    ids = torch.tensor(texts(*[length] * len(first["input_ids"]), seed=7))
-    return {"input_ids": ids, "attention_mask": torch.cat((first["attention_mask"], ids >= 0), 1)}
 
 
 @torch.no_grad()
@@ -165,7 +129,7 @@ def zeroed_twin(model, batch: dict, pruned) -> DynamicCache:
 @pytest.mark.parametrize("name", MODELS)
 def test_pruned_cache_equals_a_plain_one_with_zeroed_channels(name):
     """After a second prompt and, with the samples in another order as by a beam search, a token, too."""
-    model, batch = tiny_model(**MODELS[name]), batch_of(texts(20, 13, 6))
+    model, batch = tiny_model(**MODELS[name]), batch_of(20, 13, 6)
     pruned, whole = prefilled(model, batch), DynamicCache(config=model.config)
     twin, second = zeroed_twin(model, batch, pruned), second_prompt(batch, 8)
     logits(model, batch, whole)
@@ -181,66 +145,40 @@ def test_pruned_cache_equals_a_plain_one_with_zeroed_channels(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_channels_are_those_of_each_sample_alone(name):
-    """Each layer's channels in a padded batch, against the queries and keys of the unpadded sample.
-
-    The shortest has padding among the observed queries.
-    """
-    model, samples = tiny_model(**MODELS[name]), texts(20, 13, 6)
-    think, grown = (prefilled(model, batch_of(samples), select=select) for select in ("think", "greedy"))
-    for sample, text in enumerate(samples):
-        seen = states(model, torch.tensor([text]))
-        for first, second, (queries, keys, *_) in zip(think.layers, grown.layers, seen, strict=True):
-            group = queries.shape[1] // keys.shape[1]
-            for head, key in enumerate(keys[0]):
-                energy = sum(q[-7:].T @ q[-7:] for q in queries[0, head * group : (head + 1) * group])
-                alone = cheapest_alone(energy * (key.T @ key), 4)
-                together = greedy(energy * (key[:-5].T @ key[:-5]), 4)
-                assert first.channels[sample, head].tolist() == (~alone).nonzero()[:, 0].tolist()
-                assert second.channels[sample, head].tolist() == (~together).nonzero()[:, 0].tolist()
-
-
-@pytest.mark.parametrize(("first", "length", "settings"), [
-    (4, 20, {"recent": 5, "prompt": 4}), (4, 4, {"recent": 5, "prompt": 4}), (1, 1, {"recent": 1})])
-def test_a_second_prompt_after_a_short_one_is_not_pruned(first, length, settings):
-    """Only the end of the first prompt prunes, even when it was too short to."""
-    model, batch = tiny_model(), batch_of(texts(first))
-    cache = KeyChannelCache(model, 0.5, **settings)
-    logits(model, batch, cache)
-    logits(model, second_prompt(batch, length), cache)
-    assert all(layer.channels is None for layer in cache.layers)
+    """The shortest has padding among the observed queries."""
+    model, batch = tiny_model(**MODELS[name]), batch_of(20, 13, 6)
+    together = prefilled(model, batch)
+    for sample, real in enumerate(batch["attention_mask"].bool()):
+        alone = prefilled(model, {key: rows[sample : sample + 1, real] for key, rows in batch.items()})
+        for layer, expected in zip(together.layers, alone.layers, strict=True):
+            if isinstance(layer, KeyChannelLayer):
+                assert torch.equal(layer.channels[sample], expected.channels[0])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_with_nothing_pruned_logits_equal_the_plain_cache_bit_for_bit(name):
-    model, batch = tiny_model(**MODELS[name]), batch_of(texts(20, 13))
-    plain, second = DynamicCache(config=model.config), second_prompt(batch, 8)
-    expected = [logits(model, batch, plain), logits(model, second, plain)]
-    cache = KeyChannelCache(model, ratio=0.0, prompt=20)
-    assert torch.equal(logits(model, batch, cache), expected[0])
-    assert torch.equal(logits(model, second, cache), expected[1])
+@pytest.mark.parametrize("settings", [{"ratio": 0.0}, {"ratio": 0.5, "recent": 20}])
+def test_with_nothing_to_prune_logits_equal_the_plain_cache_bit_for_bit(name, settings):
+    """Nor are later prompts pruned after one that was too short to."""
+    model, batch = tiny_model(**MODELS[name]), batch_of(20, 13)
+    plain, cache = DynamicCache(config=model.config), KeyChannelCache(model, **settings, prompt=20)
+    for _ in range(3):
+        assert torch.equal(logits(model, batch, cache), logits(model, batch, plain))
+        batch = second_prompt(batch, 8)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 19])  # the 7 observed queries lie in several chunks
 def test_a_prompt_in_chunks_is_pruned_as_a_whole(chunk):
     """Tokens, tensors and bytes of the cache are those after the same prompt in one forward pass."""
-    model, batch = tiny_model(**MODELS["gqa"]).double(), batch_of(texts(20, 5))
+    model, batch = tiny_model(**MODELS["gqa"]).double(), batch_of(20, 5)
     whole, chunked = KeyChannelCache(model, **PRUNING), KeyChannelCache(model, **PRUNING, prompt=20)
-    tokens = model.generate(**batch, **GENERATION, past_key_values=whole)
-    flags = GENERATION | {"prefill_chunk_size": chunk}
-    assert torch.equal(model.generate(**batch, **flags, past_key_values=chunked), tokens)
+    flags = batch | {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(**flags, past_key_values=whole)
+    chunks = model.generate(**flags, past_key_values=chunked, prefill_chunk_size=chunk)
+    assert torch.equal(chunks, tokens)
     assert cached_bytes(chunked) == cached_bytes(whole)
     for expected, layer in zip(whole.layers, chunked.layers, strict=True):
         for tensor in ("channels", "pruned", "keys", "values"):
             torch.testing.assert_close(getattr(layer, tensor), getattr(expected, tensor))
-
-
-def test_layers_with_a_sliding_window_keep_their_own_cache():
-    shape = {"sliding_window": 8, "max_window_layers": 1, "num_key_value_heads": 2}
-    model, batch = tiny_model(model_type="qwen2", use_sliding_window=True, **shape), batch_of(texts(20, 13))
-    pruned = prefilled(model, batch)
-    assert [isinstance(layer, KeyChannelLayer) for layer in pruned.layers] == [True, False, False]
-    twin, second = zeroed_twin(model, batch, pruned), second_prompt(batch, 6)
-    torch.testing.assert_close(logits(model, second, pruned), logits(model, second, twin), rtol=0, atol=2e-4)
 
 
 def test_what_cannot_be_pruned_is_refused():
@@ -250,125 +188,83 @@ def test_what_cannot_be_pruned_is_refused():
         KeyChannelCache(tiny_model(), 1.0)
 
 
-def settings(**changes) -> Namespace:
-    values = {"prompt": 20, "continuation": 10, "recent": 5, "observed": 7, "ratios": (0.5,),
-              "select": measure.OTHERS}
-    return Namespace(**values | changes)
-
-
 def test_effects_of_a_layer_are_those_of_its_queries_and_keys():
-    """Objective and output error of one layer, recomputed from its projections with zeroed channels."""
-    model, tokens = tiny_model(**MODELS["gqa"]), torch.tensor(texts(30, 30))
-    effects = []
-    measure.watch_attention(model, tokens, lambda *layer: effects.append(
-        measure.head_effects(settings(), *layer)))
-    for layer, (queries, keys, values, _, scaling) in zip(effects, states(model, tokens), strict=True):
-        observed = queries[:, :, 13:20].unflatten(1, (2, 4))  # the four query heads of each key head
-        for select in ("think", "greedy+swap"):
-            kept = kept_channels(select, observed.flatten(2, 3), keys[:, :, :20], 5, 4)
-            zeroed = keys.clone()
-            zeroed[:, :, :15] *= torch.zeros(2, 2, 8).scatter(-1, kept, 1.0)[:, :, None]
-            scores, change = (observed @ part[:, :, None, :15].mT for part in (keys, keys - zeroed))
-            objective = change.square().sum((2, 3, 4)) / scores.square().sum((2, 3, 4))
-            before, after = (scaled_dot_product_attention(
-                queries, part, values, is_causal=True, scale=scaling, enable_gqa=True)[:, :, 20:]
-                for part in (keys, zeroed))
-            expected = {"objective": objective, "error": (after - before).square().sum(),
-                        "output": before.square().sum()}
-            torch.testing.assert_close(layer[0.5, select], expected, rtol=1e-4, atol=0)
-            assert (layer[0.5, "exact"]["objective"] <= objective + 1e-9).all()
-
-
-def test_summary_counts_the_heads_on_which_a_selector_wins():
-    costs = {"think": [1.0, 2.0, 3.0, 4.0], "align": [2.0, 2.0, 2.0, 5.0], "greedy": [0.5, 2.0, 2.0, 4.0],
-             "greedy+swap": [0.5, 1.0, 2.0, 4.0], "exact": [0.5, 1.0, 1.0, 4.0]}
-    effects = []
-    for heads, error in ((slice(0, 3), 1.0), (slice(3, 4), 7.0)):  # two layers
-        errors = {"error": torch.tensor(error), "output": torch.tensor(4.0)}
-        effects.append({(0.5, name): {"objective": torch.tensor(values[heads])} | errors
-                        for name, values in costs.items()})
-    summary = measure.summarize(settings(select=("align", "greedy", "greedy+swap")), effects)
-    names = ("lower_than_think", "same_as_think", "higher_than_think", "best_of_all_sets")
-    counts = {select: [row[name] for name in names] for (_, select), row in summary.items()}
-    assert counts == {"think": [0, 4, 0, 1], "align": [1, 1, 2, 0], "greedy": [2, 2, 0, 2],
-                      "greedy+swap": [3, 1, 0, 3]}
-    row = summary[0.5, "align"]
-    assert (row["objective"], row["change_to_think"], row["output_error"]) == pytest.approx((2.75, 0.1, 1.0))
+    """Of a prompt of 20 tokens and a continuation of 10, with zeroed channels."""
+    queries, keys, values = normal(2, 8, 30, 8), normal(2, 2, 30, 8, seed=1), normal(2, 2, 30, 8, seed=2)
+    args = Namespace(prompt=20, continuation=10, recent=5, observed=7, ratios=(0.5,), select=("greedy+swap",))
+    before = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=0.3, enable_gqa=True)
+    effects = measure.head_effects(args, queries, keys, values, before.transpose(1, 2), 0.3)
+    observed = queries[:, :, 13:20].unflatten(1, (2, 4))  # the four query heads of each key head
+    for select in ("think", "greedy+swap"):
+        kept = kept_channels(select, observed.flatten(2, 3), keys[:, :, :20], 5, 4)
+        zeroed = keys.clone()
+        zeroed[:, :, :15] *= torch.zeros(2, 2, 8).scatter(-1, kept, 1.0)[:, :, None]
+        scores, change = (observed @ part[:, :, None, :15].mT for part in (keys, keys - zeroed))
+        after = scaled_dot_product_attention(queries, zeroed, values, is_causal=True, scale=0.3,
+                                             enable_gqa=True)
+        expected = {"objective": change.square().sum((2, 3, 4)) / scores.square().sum((2, 3, 4)),
+                    "error": (after - before)[:, :, 20:].square().sum(),
+                    "output": before[:, :, 20:].square().sum()}
+        torch.testing.assert_close(effects[0.5, select], expected, rtol=1e-4, atol=0)
+        assert (effects[0.5, "exact"]["objective"] <= expected["objective"] + 1e-9).all()
 
 
 def test_losses_are_compared_text_by_text():
     """A standard error with n - 1; a text of equal loss is not lower."""
-    plain, think = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.5, 2.0, 5.0])
-    loss = torch.tensor([1.25, 2.0, 4.75])
-    figures = measure.compare_losses(loss, plain, think)
-    assert figures["loss_over_plain"] == pytest.approx(1 / 3)
-    assert figures["loss_over_plain_stderr"] == pytest.approx(sem([0.25, 0.0, 0.75]))
-    assert figures["texts_lower_than_think"] == 2
-    assert figures["perplexity"] == pytest.approx(math.exp(8 / 3))
+    plain, think, loss = torch.tensor([[1.0, 2.0, 4.0], [1.5, 2.0, 5.0], [1.25, 2.0, 4.75]])
+    assert measure.compare_losses(loss, plain, think) == pytest.approx({
+        "loss_over_plain": 1 / 3, "loss_over_plain_stderr": sem([0.25, 0.0, 0.75]),
+        "perplexity": math.exp(8 / 3), "texts_lower_than_think": 2})
 
 
-def test_equal_channels_share_alike_and_a_large_one_has_all():
-    energy = torch.stack((torch.ones(40), torch.eye(40)[7]))
-    for share, part in zip(channels.largest_shares(energy).values(), channels.SHARES, strict=True):
-        assert share.tolist() == pytest.approx([part, 1.0])
-
-
-@pytest.mark.parametrize("groups", [4, 2])
-def test_attention_is_that_of_scaled_dot_products(groups):
-    """torch's, whose output on the identity as values is the attention of every query."""
-    queries, keys = draw(4, 5, 8), draw(groups, 12, 8, seed=1)
-    seen = torch.ones(5, 12, dtype=torch.bool).tril(7)
-    attention = scaled_dot_product_attention(queries, keys.repeat_interleave(4 // groups, 0),
-                                             torch.eye(12).double().expand(4, -1, -1), seen, scale=0.3)
-    expected = attention.unflatten(0, (groups, -1)).mean((1, 2))
-    torch.testing.assert_close(channels.attention_to(queries, keys, 7, 0.3), expected)
-
-
-def test_later_queries_lose_what_the_window_does_not_choose():
-    """Of their attention to the 20 positions before the window, and of their scores."""
-    queries, keys = draw(4, 32, 8), draw(2, 32, 8, seed=1)
+def test_premises_are_shares_of_energy_and_what_later_queries_lose_by_the_window():
+    """The prompt has 24 positions, of which the last 4 are the window."""
+    queries, keys = normal(4, 32, 8), normal(2, 32, 8, seed=1)
     keys[:, 20:24] *= 4  # the window attends to itself most
-    figures = channels.head_premises(queries, keys, 24, 4, 1.0)
-    before, observed = keys[:, :20], queries[:, 20:24]
+    found, before = channels.head_premises(queries, keys, 24, 4, 1.0), keys[:, :20]
+    stacked = queries.unflatten(0, (2, 2))
+    early, later = stacked[:, :, 20:24].flatten(1, 2), stacked[:, :, 24:].flatten(1, 2)
     energy = before.square().sum(1)
-    torch.testing.assert_close(figures["keys"], channels.largest_shares(energy))
-    of_scores = energy * observed.square().sum(1).unflatten(0, (2, 2)).sum(1)
-    torch.testing.assert_close(figures["scores"], channels.largest_shares(of_scores))
-    attention = channels.attention_to(queries[:, 24:], keys, 24, 1.0)[:, :20]
-    by_window = channels.attention_to(observed, keys[:, :24], 20, 1.0)[:, :20]
-    for name, by in (("the window", by_window), ("later queries", attention),
-                     ("recency", torch.arange(20.0).expand(2, -1))):
-        shares = [float(row[chosen.topk(2).indices].sum() / row.sum())
-                  for row, chosen in zip(attention, by, strict=True)]
-        assert figures["positions"][name].tolist() == pytest.approx(shares)
-    for name, choosing in (("the window", observed), ("later queries", queries[:, 24:])):
-        kept = kept_channels("greedy+swap", choosing.unflatten(0, (2, 2)).flatten(1, 2), before, 0, 4)
-        removed = torch.ones(2, 8, dtype=torch.bool).scatter(-1, kept, False)
-        later = queries[:, 24:].unflatten(0, (2, 2)).flatten(1, 2)
+    for name, parts in (("keys", energy), ("scores", energy * early.square().sum(1))):
+        ordered = (parts / parts.sum(1, keepdim=True)).sort(descending=True).values
+        shares = {"10%": ordered[:, 0], "25%": ordered[:, :2].sum(1), "50%": ordered[:, :4].sum(1)}
+        torch.testing.assert_close(found[name], shares)
+    identity = torch.eye(32).double().expand(4, -1, -1)  # of which the output is the attention itself
+    attention = scaled_dot_product_attention(queries, keys.repeat_interleave(2, 0), identity, is_causal=True,
+                                             scale=1.0).unflatten(0, (2, 2)).sum(1)[..., :20]
+    of_later = attention[:, 24:].sum(1)
+    for name, by in (("the window", attention[:, 20:24].sum(1)), ("later queries", of_later),
+                     ("recency", torch.arange(20).expand(2, -1))):
+        chosen = of_later.gather(1, by.topk(2).indices).sum(1)
+        torch.testing.assert_close(found["positions"][name], chosen / of_later.sum(1))
+    for name, choosing in (("the window", early), ("later queries", later)):
+        kept = kept_channels("greedy+swap", choosing, before, 0, 4)
+        removed = torch.ones(2, 8).double().scatter(-1, kept, 0.0)
         lost, whole = (later @ part.mT for part in (before * removed[:, None], before))
-        expected = lost.square().sum((1, 2)) / whole.square().sum((1, 2))
-        torch.testing.assert_close(figures["channels"][name], expected)
+        errors = lost.square().sum((1, 2)) / whole.square().sum((1, 2))
+        torch.testing.assert_close(found["channels"][name], errors)
 
 
-SHORT = ["--sequences", 3, "--batch", 2, "--prompt", 40, "--continuation", 8, "--recent", 6, "--repeats", 1]
+SHORT = ["--sequences", 3, "--batch", 2, "--prompt", 40, "--continuation", 8, "--recent", 6, "--repeats", 1,
+         "--ratios", 0.5, 0.7]
 
 
 def test_command_measures_every_checkpoint(inputs, tmp_path):
     gqa, home = save_tiny(tmp_path / "gqa", num_key_value_heads=2), tmp_path / "run"
     flags = ["--run", home, "--model", inputs["model"], gqa, "--text", inputs["text"], *SHORT]
-    flags += ["--ratios", 0.5, 0.7]
     run("related/keychannels/measure.py", *flags)
-    results = json.loads((home / "keychannels" / "stage.json").read_text())["results"]
+    results = read(home / "keychannels" / "stage.json")["results"]
     for path, heads in ((inputs["model"], 8), (gqa, 2)):
         figures = results[path]
         assert len(figures["rows"]) == 8
         for row in figures["rows"]:
+            assert row["lower_than_think"] + row["same_as_think"] + row["higher_than_think"] == row["heads"]
             saved = 3 * heads * (34 * (8 - row["channels"]) * 4 - row["channels"] * 2)
             assert figures["cache_bytes"] - row["cache_bytes"] == saved
             if row["select"] == "greedy+swap":
-                assert row["higher_than_think"] == 0 < row["objective"]
+                assert row["higher_than_think"] == 0 < row["objective"] and row["change_to_think"] < 0
                 assert row["best_of_all_sets"] > 0.8 * row["heads"]
     run("related/keychannels/measure.py", *flags, "--premises")
-    premises = json.loads((home / "premises" / "stage.json").read_text())["results"][gqa]
+    premises = read(home / "premises" / "stage.json")["results"][gqa]
     values = [value for figures in premises.values() for numbers in figures.values() for value in numbers]
     assert len(values) == 11 * 3 * 2 * 3 and 0 <= min(values) <= max(values) <= 1 + 1e-9
