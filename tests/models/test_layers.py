@@ -1,18 +1,17 @@
 """A model one layer at a time: the bytes safetensors itself would write, clear refusals, and memory that a
 layer sets, not the model."""
 
-import json
 import os
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.models.layers import SHARD_SIZE, CheckpointWriter, Layers, Spool
 from common.run.errors import UserError
 from models import FAMILIES, byte_tokenizer, save_tiny, tiny_model
-from runs import run
+from runs import digests, read, run
 
 TOKENS = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(0))
 LAYERS = [f"model.layers.{index}" for index in range(3)]
@@ -22,7 +21,7 @@ LAYERS = [f"model.layers.{index}" for index in range(3)]
     (False, torch.float32, SHARD_SIZE), (True, torch.bfloat16, SHARD_SIZE), (True, torch.float32, "20KB")])
 def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, monkeypatch, tied, dtype, size):
     """The files are those that transformers writes itself, byte for byte: one up to its shard size, several
-    and an index beyond. It loads them without a complaint."""
+    and an index beyond."""
     source = save_tiny(tmp_path / "source", tie_word_embeddings=tied)
     model = tiny_model(tie_word_embeddings=tied).to(dtype)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
@@ -36,10 +35,6 @@ def test_written_part_by_part_a_checkpoint_is_the_model(tmp_path, monkeypatch, t
                     for name in ("ours", "theirs"))
     assert ours == theirs
     assert len(ours) > 3 if size == "20KB" else list(ours) == ["model.safetensors"]
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(report.values()) and loaded.dtype == dtype
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
@@ -86,7 +81,6 @@ def test_layers_are_the_model(tmp_path, layerwise, tied):
     model = tiny_model(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size="40KB")  # several files
     files = set(tmp_path.iterdir())
-    assert len(files) > 4
     layers = Layers(str(tmp_path), torch.float32, "cpu", layerwise)
     hidden = layers.embed(TOKENS.split(1), str(tmp_path))
     assert isinstance(hidden, Spool if layerwise else list)
@@ -96,10 +90,9 @@ def test_layers_are_the_model(tmp_path, layerwise, tied):
     logits = torch.stack(list(layers.logits_of(hidden)))
     torch.testing.assert_close(logits, model(TOKENS).logits, rtol=0, atol=1e-4)
     assert set(tmp_path.iterdir()) == files  # that of the Spool has no name: nothing is left of it
-    devices = {parameter.device.type for parameter in layers.model.parameters()}
-    assert devices == {"meta"} if layerwise else {"cpu"}
     torch.testing.assert_close(torch.stack(layers.logits(TOKENS)), model(TOKENS).logits, rtol=0, atol=1e-5)
-    assert {parameter.device.type for parameter in layers.model.parameters()} == devices
+    devices = {parameter.device.type for parameter in layers.model.parameters()}
+    assert devices == ({"meta"} if layerwise else {"cpu"})
 
 
 @torch.no_grad()
@@ -137,12 +130,9 @@ def test_memory_is_that_of_a_layer(tmp_path):
         run("02_similarity.py", "--run", home)
         run("03_group.py", "--run", home, "--restarts", 2, "--iterations", 10)
         run("04_align.py", "--run", home, *align, *options, fresh=True)
-        peaks[name] = []
-        for part in ("calibration", "aligned"):
-            record = json.loads((home / part / "stage.json").read_text())
-            peaks[name].append(record["summary"]["peak_memory_gib"])
+        peaks[name] = [read(home / part / "stage.json")["summary"]["peak_memory_gib"]
+                       for part in ("calibration", "aligned")]
     whole = sum(os.path.getsize(file) for file in model.glob("*.safetensors")) * 2 / 2**30
     assert whole > 3 and max(peaks["layerwise"]) < whole / 2 and min(peaks["whole"]) > whole, peaks
     for part in ("calibration", "aligned", "merged"):
-        for file in sorted((tmp_path / "whole" / part).glob("*.safetensors")):
-            assert file.read_bytes() == (tmp_path / "layerwise" / part / file.name).read_bytes(), file
+        assert digests(tmp_path / "whole" / part) == digests(tmp_path / "layerwise" / part)
