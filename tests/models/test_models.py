@@ -6,12 +6,10 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
 
 from common.models import load as models
 from common.models.families import key_context
@@ -23,7 +21,7 @@ from common.run.errors import UserError
 from common.run.files import files_in, read_json
 from models import byte_tokenizer, save_tiny, tiny_model
 
-WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
+WEIGHTS, PICKLE, TEMPLATE = "model.safetensors", "pytorch_model.bin", "chat_template.jinja"
 UP = "model.layers.1.mlp.up_proj.weight"
 ONE_INFINITY = torch.ones(64, 48).index_fill(0, torch.tensor([5]), torch.inf)
 
@@ -63,8 +61,9 @@ def refusal(action, *arguments) -> str:
 def test_the_fingerprint_follows_every_file_that_is_read(path):
     os.remove(path / WEIGHTS)
     tiny_model().save_pretrained(path, max_shard_size="20KB")
+    (path / TEMPLATE).touch()
     before = fingerprint(str(path))
-    for name in ("config.json", "generation_config.json", *weight_files(str(path))):
+    for name in ("config.json", "generation_config.json", TEMPLATE, *weight_files(str(path))):
         content = (path / name).read_bytes()
         (path / name).write_bytes(content + b" ")
         assert fingerprint(str(path)) != before, name
@@ -72,7 +71,6 @@ def test_the_fingerprint_follows_every_file_that_is_read(path):
     for other in ("model_bf16.safetensors", "model-00001-of-00099.safetensors"):
         (path / other).write_bytes(b"of another program")
     assert fingerprint(str(path)) == before
-    assert torch.equal(load_model(str(path)).state_dict()[UP], tiny_model().state_dict()[UP])
 
 
 class Command:
@@ -137,16 +135,11 @@ def test_frequencies_that_older_releases_store_are_no_extra_tensors(path):
     load_model(str(path))
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"model_type": "nonesuch"}, "nonesuch"),
-    ({"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}, "custom code"),
-])
-def test_a_config_that_no_model_has_is_refused(path, settings, message):
-    """Nor is code beside it run."""
+def test_a_config_that_names_code_is_refused(path):
     (path / "strange.py").write_text(f"open({str(path / 'ran')!r}, 'w')\n")
-    edit_config(path, **settings)
-    refused = refusal(load_config, str(path))
-    assert f"{path}: " in refused and message in refused and not (path / "ran").exists()
+    edit_config(path, model_type="strange", auto_map={"AutoConfig": "strange.Config"})
+    message = refusal(load_config, str(path))
+    assert f"{path}: " in message and "custom code" in message and not (path / "ran").exists()
 
 
 def test_a_source_model_is_as_recorded_and_moves_together_with_the_run(path, tmp_path):
@@ -165,11 +158,9 @@ def test_a_source_model_is_as_recorded_and_moves_together_with_the_run(path, tmp
 
 def test_a_tokenizer_is_copied_byte_for_byte(path, tmp_path):
     """All files that some program reads it from, whether or not this one does, and no others."""
-    target, others = tmp_path / "target", ["tokenizer.model", "merges.txt", "chat_template.jinja"]
+    target, others = tmp_path / "target", ["tokenizer.model", "merges.txt", TEMPLATE]
     for name in others:
-        before = fingerprint(str(path))
         (path / name).write_bytes(name.encode() + b"\r\n\xff")
-        assert fingerprint(str(path)) != before, name  # each is part of what the model is
     target.mkdir()
     models.save_tokenizer(str(path), str(target))
     copied = sorted([*others, "tokenizer.json", "tokenizer_config.json"])
@@ -195,14 +186,11 @@ def test_the_name_of_a_tokenizers_own_code_stays_behind(path, tmp_path):
     assert f"{source}: expected a tokenizer.json" in message and "names code (auto_map)" in message
 
 
-def without_end(path: Path) -> None:
-    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer).save_pretrained(path)
-
-
 @pytest.mark.parametrize(("damage", "message"), [
     (lambda path: edit_config(path, vocab_size=256),
      "expected token ids below the model's vocab_size 256, found 256 in the tokenizer"),
-    (without_end, "end-of-sequence token, found none"),
+    (lambda path: edit_config(path, "tokenizer_config.json", eos_token=None),
+     "end-of-sequence token, found none"),
     (lambda path: (path / "tokenizer.json").write_text("{"), "cannot load a tokenizer"),
 ])
 def test_a_tokenizer_fits_the_vocabulary_and_ends_sequences(path, damage, message):
@@ -217,12 +205,6 @@ def test_pointers_of_git_lfs_are_named(path):
     message = refusal(load_model, str(path))
     assert f"{path / WEIGHTS}: expected" in message
     assert "Git LFS pointer; run git lfs install and git lfs pull" in message
-
-
-def test_weights_have_the_sources_dtype_unless_another_is_asked_for():
-    asked = [(None, "source"), (torch.bfloat16, "source"), (torch.bfloat16, "float32")]
-    found = [models.weight_dtype(name, SimpleNamespace(dtype=dtype)) for dtype, name in asked]
-    assert found == [torch.float32, torch.bfloat16, torch.float32]
 
 
 def test_the_context_of_keys_is_the_models_positions_at_most_4096():
