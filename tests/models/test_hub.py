@@ -21,10 +21,10 @@ NOT_READ = ["LICENSE", "model_bf16.safetensors", "original/model.safetensors", "
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     home = tmp_path / "repository"
-    save_tiny(home)
-    for path in {home / name for name in (*READ, *NOT_READ)} - {*home.iterdir()}:
-        path.parent.mkdir(exist_ok=True)
+    for path in (home / name for name in (*READ, *NOT_READ)):
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"{}")
+    save_tiny(home)
     torch.save(tiny_model().state_dict(), home / "pytorch_model.bin")
     with serving(tmp_path, monkeypatch, models={NAME: home}) as server:
         yield server
