@@ -129,7 +129,6 @@ def test_convert_end_to_end_after_a_choice_then_other_prompts(tmp_path):
     assert [(name, metrics["kv_heads"]) for name, metrics in results.items()] == [
         ("source", 4), ("kv2", 2), ("kv1", 1)]
     assert 0 < results["kv2"]["kl"] < results["kv1"]["kl"]
-    assert all(metrics["perplexity_tokens"] == 16 * 63 for metrics in results.values())
 
     words += ["--kv-heads", 2, "--tokens", 6000]
     done = run(CONVERT, *words, fresh=True)

@@ -8,7 +8,7 @@ from tokenizers import processors
 from common.data.tasks import example_from_row
 from models import byte_tokenizer, llama2_tokenizer, save_tiny
 from pipelines import harness_tasks as harness
-from runs import expect_error, read, recipe, run, task_rows
+from runs import expect_error, read, recipe, task_rows
 
 WRITE, CHECK = "pipelines/harness_tasks.py", "pipelines/harness_check.py"
 QUESTIONS = {task: {index: example_from_row(task, row) for index, row in enumerate(rows)}
@@ -41,22 +41,6 @@ def test_tasks_hold_the_questions_and_the_delimiter(tmp_path, tokenizer, delimit
         assert f'target_delimiter: "{delimiter}"\n' in (tmp_path / f"{task}.yaml").read_text()
 
 
-@pytest.mark.slow
-def test_the_command_writes_the_evaluated_questions(inputs, tmp_path):
-    """Those that 07_eval.py drew, of the tasks that it was given, with its settings."""
-    home, tasks = tmp_path / "run", tmp_path / "tasks"
-    run("07_eval.py", "--run", home, "--model", f"model={inputs['model']}", "--tasks", inputs["tasks"],
-        "--text", "none", "--only", "piqa", "siqa", "--limit", 2, "--seed", 3, "--batch", 5)
-    answered = {(row["task"], row["question"]) for row in read_rows(home / "eval/eval.jsonl")}
-    run(WRITE, "--run", home, "--output", tasks)
-    written = {(path.stem, row["question"]) for path in tasks.glob("*.jsonl") for row in read_rows(path)}
-    assert written == answered and len(written) == 4
-    script = (tasks / "lm_eval.sh").read_text()
-    assert "--batch_size 5 " in script and "--device cpu " in script and ",dtype=float32," in script
-    assert f"pretrained={inputs['model']}," in script and "add_bos_token=False" in script
-    expect_error("tasks already exists; pass --force to replace", WRITE, "--run", home, "--output", tasks)
-
-
 def change_choice(path) -> None:
     rows = read_rows(path)
     rows[7]["likelihood_scores"] = [-score for score in rows[7]["likelihood_scores"]]
@@ -71,19 +55,22 @@ def change_accuracy(path) -> None:
 
 @pytest.mark.slow
 def test_the_harness_makes_the_same_choices(inputs, tmp_path):
-    """pipelines/harness.sh, with lm_eval itself, on a random GQA model; other answers are one line."""
+    """pipelines/harness.sh, with lm_eval itself, on a random GQA model and on the questions that 07_eval.py
+    drew; other answers are one line.
+    """
     pytest.importorskip("lm_eval")
     model, home = save_tiny(tmp_path / "model", num_key_value_heads=2), tmp_path / "run of one"
-    done = recipe("harness.sh", model, inputs["tasks"], RUN=home)
+    done = recipe("harness.sh", model, inputs["tasks"], RUN=home, ONLY="boolq piqa siqa", LIMIT=4)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "prompt and choice joined by '': 0 of 40 questions are tokenized differently" in done.stdout
+    assert "prompt and choice joined by '': 0 of 12 questions are tokenized differently" in done.stdout
     last = done.stdout.splitlines()[-1]
-    assert "harness: lm_eval made the same choice in all 40 questions; macro average model " in last
+    assert "harness: lm_eval made the same choice in all 12 questions; macro average model " in last
     outcomes = read_rows(home / "eval/eval.jsonl")
     assert len({row["likelihood_choice"] for row in outcomes}) > 1  # not a model that always takes the first
     (results,) = home.glob("tasks/samples/model/*/results_*.json")
     for path, change, message in ((results, change_accuracy, "model, table5_siqa: accuracy "),
                                   (home / "eval/eval.jsonl", change_choice,
-                                   "model, piqa: 1 of 5 choices differ; question 2: ")):
+                                   "model, piqa: 1 of 4 choices differ; question ")):
         change(path)
         expect_error(message, CHECK, home, home / "tasks")
+    expect_error("already exists; pass --force", WRITE, "--run", home, "--output", home / "tasks")

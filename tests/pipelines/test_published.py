@@ -40,23 +40,20 @@ def test_the_stages_accept_the_commands_of_the_scripts(monkeypatch):
         importlib.import_module(stage.removesuffix(".py")).parse()
 
 
-def save(home, shape: dict, scores: dict, names: list[str]) -> str:
-    """RUN/eval/ of a model of this shape, where each checkpoint has the same scores of every task."""
+def save(home, *names: str) -> str:
+    """RUN/eval/ of Sheared-LLaMA, where each of these checkpoints has the same scores of every task."""
     record = valid_record("07_eval.py")
-    record["model"] |= shape
+    record["model"] |= {"layers": 24, "heads": 16, "kv_heads": 16, "hidden": 2048}
+    scores = {"questions": 25, "exact_match": 0.56, "exact_match_stderr": 0.0993}
     result = {"path": "x", "heads": 16, "kv_heads": 8, "tasks": dict.fromkeys(TASKS, scores),
               "micro_exact_match": 0.6, "micro_exact_match_stderr": 0.0125}
     write_json(str(home / "eval/stage.json"), record | {"results": dict.fromkeys(names, result)})
     return str(home)
 
 
-SHEARED = {"layers": 24, "heads": 16, "kv_heads": 16, "hidden": 2048}
-SCORES = {"questions": 25, "exact_match": 0.56, "exact_match_stderr": 0.0993}
-
-
 def test_ours_are_those_of_the_runs(tmp_path):
-    home = save(tmp_path / "table2", SHEARED, SCORES, ["teacher", "gqa4-key-cos"])
-    other = save(tmp_path / "other", SHEARED, SCORES, ["gqa4-key-cos"])
+    home = save(tmp_path / "table2", "teacher", "gqa4-key-cos")
+    other = save(tmp_path / "other", "gqa4-key-cos")
     one, two = published.tables([f"{home}/", other]).split("## Table 2")
     lines = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in two.splitlines() if "|" in line]
     cells = [*["56.00 ± 9.93"] * 8, "60.00 ± 1.25", "200 questions"]
