@@ -30,8 +30,6 @@ def test_blocks_are_read_back_as_ggml_does(form):
     blocks[1, 1, 3] = -40.0
     theirs = quants.dequantize(quants.quantize(blocks.numpy(), kind), kind)
     np.testing.assert_array_equal(read_back(blocks, form, "halves", keys=True).numpy(), theirs)
-    sizes = np.prod(quants.quant_shape_to_byte_shape((64,), kind)) / 64 * 8
-    assert {"q8_0": 8.5, "q4_0": 4.5}[form] == sizes
 
 
 def test_fp8_is_the_closest_multiple_of_an_e4m3_number():
@@ -44,12 +42,12 @@ def test_fp8_is_the_closest_multiple_of_an_e4m3_number():
 
 @pytest.mark.parametrize("keys", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [32, 64, 192])
+@pytest.mark.parametrize("size", [32, 128, 192])
 def test_a_layout_is_orthogonal_and_taken_back(layout, size, keys):
     basis = as_cached(torch.eye(size), layout, keys)
     torch.testing.assert_close(basis @ basis.mT, torch.eye(size))
     torch.testing.assert_close(from_cached(basis, layout, keys), torch.eye(size))
-    expected, part = torch.eye(size), {64: 64, 128: 128, 192: 64}.get(size) if keys else 64
+    expected, part = torch.eye(size), 128 if keys and size == 128 else 64
     if keys and layout != "halves":  # channel c of transformers is at 2c, or at 2(c - d/2) + 1
         expected = expected[[*range(0, size, 2), *range(1, size, 2)]]
     if layout == "rotated" and size % 64 == 0:
