@@ -18,8 +18,9 @@ from common.models.load import describe, load_config, load_model, load_tokenizer
 from common.models.weights import fingerprint, weight_files
 from common.run import artifact
 from common.run.errors import UserError
-from common.run.files import files_in, read_json
+from common.run.files import files_in
 from models import byte_tokenizer, save_tiny, tiny_model
+from runs import read
 
 WEIGHTS, PICKLE, TEMPLATE = "model.safetensors", "pytorch_model.bin", "chat_template.jinja"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -30,6 +31,21 @@ ONE_INFINITY = torch.ones(64, 48).index_fill(0, torch.tensor([5]), torch.inf)
 def path(tmp_path) -> Path:
     """The checkpoint of a tiny model."""
     return Path(save_tiny(tmp_path / "model [ö]*"))  # not a pattern
+
+
+def edit_config(path: Path, name: str = "config.json", **changes) -> None:
+    settings = read(path / name)
+    (path / name).write_text(json.dumps(settings | changes))
+
+
+def store(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(load_file(path / WEIGHTS) | tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+
+def refusal(action, *arguments) -> str:
+    with pytest.raises(UserError) as refused:
+        action(*arguments)
+    return " ".join(str(refused.value).split())
 
 
 def test_settings_of_outputs_and_attention_are_overruled(path):
@@ -50,12 +66,6 @@ def test_a_model_that_leaves_one_gpu_no_room_needs_several(path, monkeypatch, de
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights / filled, 0))
     assert models.needs_several_gpus(str(path), torch.float32, device) is expected
-
-
-def refusal(action, *arguments) -> str:
-    with pytest.raises(UserError) as refused:
-        action(*arguments)
-    return " ".join(str(refused.value).split())
 
 
 def test_the_fingerprint_follows_every_file_that_is_read(path):
@@ -81,15 +91,6 @@ class Command:
 
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
-
-
-def edit_config(path: Path, name: str = "config.json", **changes) -> None:
-    settings = json.loads((path / name).read_text())
-    (path / name).write_text(json.dumps(settings | changes))
-
-
-def store(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    save_file(load_file(path / WEIGHTS) | tensors, path / WEIGHTS, metadata={"format": "pt"})
 
 
 def write_code(path: Path) -> None:
@@ -118,8 +119,8 @@ def use_everything(path: Path) -> None:
 def test_damaged_weights_are_refused_whole_and_layer_by_layer(path, damage):
     action, expected = DAMAGES[damage]
     action(path)
-    for read in (load_model, use_everything):
-        message = refusal(read, path)
+    for use in (load_model, use_everything):
+        message = refusal(use, path)
         assert expected in message and str(path) in message and not (path / "executed").exists()
 
 
@@ -173,11 +174,11 @@ def test_the_name_of_a_tokenizers_own_code_stays_behind(path, tmp_path):
     source, target = path, tmp_path / "target"
     target.mkdir()
     edit_config(source, "tokenizer_config.json", tokenizer_class="OwnTokenizer")
-    settings = read_json(str(source / "tokenizer_config.json"))
+    settings = read(source / "tokenizer_config.json")
     edit_config(source, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
     models.save_tokenizer(str(source), str(target))
     expected = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    assert read_json(str(target / "tokenizer_config.json")) == expected
+    assert read(target / "tokenizer_config.json") == expected
     shutil.copy(source / "config.json", target)
     for each in (source, target):
         assert load_tokenizer(str(each))("a b é").input_ids == byte_tokenizer()("a b é").input_ids
