@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from common.method.rope import to_complex, to_real
-from common.models.cache_basis import (
-    CacheSamples,
-    change_basis,
-    fit_basis,
-    fit_values,
-    score_error,
-)
+from common.models.cache_basis import CacheSamples, change_basis, fit_basis, fit_values, score_error
+from common.models.families import head_parameters
 from common.models.load import load_model
 from common.models.quantized_cache import LAYOUTS, attention_with, parse_cache, quantized, read_back
 from models import byte_tokenizer, tiny_model
@@ -25,28 +20,15 @@ FAMILIES = [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("olmo2", {}), ("olmo3"
 QUICK = [("qwen3", "rotated")]
 
 
+@torch.no_grad()
 def uneven_model(model_type: str, **options):
-    """A model in which a few pairs of keys are large, in both channels alike."""
+    """A model in which a pair of every head's keys is large, in both channels alike."""
     model = tiny_model(model_type=model_type, head_dim=32, num_key_value_heads=4, **options)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention = layer.self_attn
-            if model_type == "phi3":
-                rows = attention.qkv_proj.weight[8 * 32 : 12 * 32].view(4, 32, -1)
-            else:
-                norm = getattr(attention, "k_norm", None)
-                rows = (attention.k_proj.weight if norm is None else norm.weight).view(-1, 32, 1)
-                rows = rows if norm is not None else attention.k_proj.weight.view(4, 32, -1)
-            rows[:, [1, 17]] *= 6
+    for layer in model.model.layers:
+        parameters = head_parameters(layer.self_attn)
+        weights = parameters.get("k_norm.weight", parameters["k_proj.weight"])
+        weights.unflatten(0, (-1, 32))[:, [1, 17]] *= 6
     return model
-
-
-def watched(model) -> list[CacheSamples]:
-    samples = [CacheSamples() for _ in model.model.layers]
-    with torch.no_grad(), attention_with(
-            model, lambda module, *states: samples[module.layer_idx].watch(module, *states)):
-        model(input_ids=TOKENS, use_cache=False)
-    return samples
 
 
 @pytest.mark.parametrize("model_type, options, layout", [
@@ -54,17 +36,19 @@ def watched(model) -> list[CacheSamples]:
                  marks=[] if (name, layout) in QUICK else [pytest.mark.slow])
     for name, options in FAMILIES for layout in LAYOUTS
 ])
+@torch.no_grad()
 def test_the_model_stays_and_a_four_bit_cache_loses_less(model_type, options, layout):
     model = uneven_model(model_type, **options)
-    changed, samples = copy.deepcopy(model), watched(model)
+    changed, samples = copy.deepcopy(model), [CacheSamples() for _ in model.model.layers]
+    with attention_with(model, lambda module, *states: samples[module.layer_idx].watch(module, *states)):
+        model(input_ids=TOKENS, use_cache=False)
     for layer, each in zip(changed.model.layers, samples, strict=True):
         basis = fit_basis(layer.self_attn, each, layout)
         assert basis.keys.max() <= 1 and basis.values.max() <= 1 and basis.keys.mean() < 0.97
         assert basis.factor.abs().log().mean(-1).abs().max() < 1e-5  # one scale for all pairs changes nothing
         assert bool(basis.factor.imag.any()) == (model_type not in ("qwen3", "olmo2", "olmo3"))  # by norms
         change_basis(layer.self_attn, basis)
-    with torch.no_grad():
-        first, second = (each.double()(input_ids=TOKENS).logits for each in (model, changed))
+    first, second = (each.double()(input_ids=TOKENS).logits for each in (model, changed))
     allowed = 2e-5 * float(first.abs().max())  # the parameters are float32
     torch.testing.assert_close(first, second, rtol=0, atol=allowed)
 
@@ -95,22 +79,19 @@ def test_the_map_of_values_has_the_least_error_of_even_noise():
 
 
 @pytest.mark.slow
-def test_the_documented_lines_serve_a_model_that_is_not_converted(tmp_path, monkeypatch):
+@torch.no_grad()
+def test_the_documented_lines_serve_a_model_that_is_not_converted(inputs, tmp_path, monkeypatch):
     """Its function stays, and with a four-bit cache it is closer to itself."""
-    source = uneven_model("llama")
+    source, expected, losses = uneven_model("llama"), uneven_model("llama")(TOKENS).logits, []
     source.save_pretrained(tmp_path / "SOURCE")
     byte_tokenizer().save_pretrained(tmp_path / "SOURCE")
-    (tmp_path / "TEXT").write_text("".join(map(chr, torch.randint(97, 123, (9000,)).tolist())))
-    document = (ROOT / "docs" / "FAQ.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?fit_basis.*?)```", document, re.DOTALL)
+    (tmp_path / "TEXT").symlink_to(inputs["text"])
+    (code,) = re.findall(r"```python\n(.*?fit_basis.*?)```", (ROOT / "docs/FAQ.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "docs/FAQ.md", "exec"), {})
+    exec(code, {})
     changed = load_model("OUT")
-    with torch.no_grad():
-        expected = source(TOKENS).logits
-        torch.testing.assert_close(changed(TOKENS).logits, expected, rtol=0, atol=1e-4)
-        losses = []
-        for model in (source, changed):
-            with quantized(model, parse_cache("q4_0"), "rotated"):
-                losses.append(float((model(TOKENS).logits - expected).square().mean()))
+    torch.testing.assert_close(changed(TOKENS).logits, expected, rtol=0, atol=1e-4)
+    for model in (source, changed):
+        with quantized(model, parse_cache("q4_0"), "rotated"):
+            losses.append(float((model(TOKENS).logits - expected).square().mean()))
     assert losses[1] < 0.8 * losses[0]

@@ -1,9 +1,8 @@
 """GGUF files as source models: equal to the checkpoint they were made of."""
 
-import pathlib
+import os
 import re
 
-import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -14,29 +13,25 @@ from common.models.families import geometry
 from common.models.load import load_model, load_tokenizer
 from common.run.errors import UserError
 from models import END, byte_tokenizer, tiny_model
-from runs import expect_error, run
+from runs import run
 
 gguf = pytest.importorskip("gguf")
-Type, PRE = gguf.GGMLQuantizationType, "tokenizer.ggml.pre"
+PRE = "tokenizer.ggml.pre"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MERGES = [("t", "h"), ("th", "e")]  # transformers reads no file that has none
-SIZES = {"hidden_size": 64, "intermediate_size": 96}  # rows in whole blocks of 32
 
 
-def side_by_side(weight: np.ndarray, heads: int) -> np.ndarray:
+def side_by_side(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """llama.cpp's order of a Llama's query and key rows: p and p + d/2 next to each other."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def write_gguf(path, model, kind: Type = Type.F32, metadata: dict | None = None,
-               tensors: dict | None = None) -> str:
-    """A GGUF file as llama.cpp's converter writes it; matrices as `kind`.
+def write_gguf(path, model, metadata: dict | None = None, tensors: dict | None = None) -> str:
+    """A GGUF file as llama.cpp's converter writes it.
 
     metadata, tensors: what is different, by name; None leaves it out.
     """
-    config = model.config
-    architecture = "llama" if config.model_type == "mistral" else config.model_type
+    config, architecture = model.config, model.config.model_type
     writer = gguf.GGUFWriter(path, architecture)
     described = {
         "context_length": config.max_position_embeddings, "block_count": config.num_hidden_layers,
@@ -49,25 +44,22 @@ def write_gguf(path, model, kind: Type = Type.F32, metadata: dict | None = None,
     }
     described = {f"{architecture}.{key}": value for key, value in described.items()}
     described |= {"general.name": "tiny", PRE: "gpt-2"} | (metadata or {})
-    adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32,
-              bool: writer.add_bool}
+    adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
     for key, value in described.items():
         if value is not None:
             adders[type(value)](key, value)
-    add_tokenizer(writer, config.vocab_size)
+    add_tokenizer(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     stored = {}
     for name, parameter in model.named_parameters():
-        values, name = parameter.detach().numpy(), names.get_name(name, (".weight", ".bias"))
+        name = names.get_name(name, (".weight", ".bias"))
         part = name.split(".")[-2]
-        if architecture == "llama" and part in heads:
-            values = side_by_side(values, heads[part])
-        stored[name] = values
+        turned = architecture == "llama" and part in heads
+        stored[name] = side_by_side(parameter, heads[part]) if turned else parameter
     for name, values in (stored | (tensors or {})).items():
         if values is not None:
-            used = kind if values.ndim == 2 else Type.F32
-            writer.add_tensor(name, gguf.quants.quantize(values, used), raw_dtype=used)
+            writer.add_tensor(name, values.detach().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -75,15 +67,14 @@ def write_gguf(path, model, kind: Type = Type.F32, metadata: dict | None = None,
     return str(path)
 
 
-def converted(tmp_path, model, *kind, **options) -> str:
+def converted(tmp_path, model, **options) -> str:
     """The checkpoint made from the model's GGUF file, written with these options."""
-    file = write_gguf(tmp_path / "a.gguf", model, *kind, **options)
+    file = write_gguf(tmp_path / "a.gguf", model, **options)
     return gguf_files.dequantize(file, str(tmp_path / "source"), force=False)
 
 
-def add_tokenizer(writer, vocabulary: int) -> None:
-    tokens = byte_tokenizer(MERGES).convert_ids_to_tokens(range(END + 3))
-    tokens += [f"<unused{index}>" for index in range(vocabulary - len(tokens))]
+def add_tokenizer(writer) -> None:
+    tokens = [*byte_tokenizer(MERGES).convert_ids_to_tokens(range(END + 3)), "<unused>"]
     kinds = [gguf.TokenType.CONTROL if token.startswith("<") and len(token) > 1 else gguf.TokenType.NORMAL
              for token in tokens]
     writer.add_tokenizer_model("gpt2")
@@ -96,33 +87,32 @@ def add_tokenizer(writer, vocabulary: int) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
-def state(path) -> dict:
-    return load_model(str(path)).state_dict()
+def assert_same(path: str, model) -> None:
+    """The checkpoint has the model's tensors, and its function."""
+    made, tokens = load_model(path), torch.arange(100)[None]
+    expected, actual = model.state_dict(), made.state_dict()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert torch.equal(made(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize(("model_type", "tied"), [
     ("llama", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("qwen2", False), ("qwen3", True)))])
 def test_an_f32_file_is_the_checkpoint_it_was_made_of(model_type, tied, tmp_path):
-    sizes = SIZES | ({"head_dim": 128} if model_type == "qwen3" else {})  # which its metadata does not state
-    model = tiny_model(model_type=model_type, num_key_value_heads=4, tie_word_embeddings=tied, **sizes)
-    made = converted(tmp_path, model)
-    expected, actual = model.state_dict(), state(made)
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    tokens = torch.arange(100)[None]
-    with torch.no_grad():
-        assert torch.equal(load_model(made)(tokens).logits, model(tokens).logits)
+    head_dim = 128 if model_type == "qwen3" else 8  # which its metadata does not state
+    model = tiny_model(model_type=model_type, num_key_value_heads=4, tie_word_embeddings=tied, hidden_size=64,
+                       head_dim=head_dim)
+    assert_same(converted(tmp_path, model), model)
 
 
 @pytest.mark.slow
 def test_tokenizer_chat_template_and_special_tokens_come_over(tmp_path):
     metadata = {"general.license": "mit", "llama.rope.scaling.type": "none", PRE: "smollm"}
-    made = converted(tmp_path, tiny_model(**SIZES), metadata=metadata)
+    made = converted(tmp_path, tiny_model(), metadata=metadata)
     tokenizer, expected = load_tokenizer(made), byte_tokenizer(MERGES)
     text = "def the café():\n\treturn  '北京' <eos>"
     assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<eos>", "<eos>")
     assert tokenizer.chat_template == TEMPLATE
     generation = GenerationConfig.from_pretrained(made)
@@ -134,9 +124,8 @@ def test_tokenizer_chat_template_and_special_tokens_come_over(tmp_path):
 @pytest.mark.slow
 def test_head_count_kv_may_be_missing(tmp_path):
     """Llama 1 files lack it. transformers then leaves the rows of W_Q and W_K in llama.cpp's order."""
-    model = tiny_model(**SIZES)
-    actual = state(converted(tmp_path, model, metadata={"llama.attention.head_count_kv": None}))
-    assert all(torch.equal(actual[name], value) for name, value in model.state_dict().items())
+    model = tiny_model()
+    assert_same(converted(tmp_path, model, metadata={"llama.attention.head_count_kv": None}), model)
 
 
 @pytest.mark.slow
@@ -144,41 +133,21 @@ def test_a_file_is_dequantized_once(inputs, tmp_path):
     home, file = tmp_path / "run", write_gguf(tmp_path / "a.gguf", tiny_model())
     arguments = ["--run", home, "--model", file, "--text", inputs["text"], "--sequences", 2, "--length", 64]
     assert "dequantized to float32" in run("01_calibrate.py", *arguments).stdout
-    weights = home / "source" / "model.safetensors"
+    source, weights = str(home / "source"), home / "source/model.safetensors"
     made = weights.stat().st_mtime_ns
-    assert "dequantized to float32" not in run("01_calibrate.py", *arguments, "--force").stdout
-    assert weights.stat().st_mtime_ns == made
-
+    assert gguf_files.dequantize(file, source, force=False) == source
     write_gguf(tmp_path / "a.gguf", tiny_model(seed=1))  # another model under the same name
-    (home / "calibration").rename(tmp_path / "earlier")
-    expect_error("found something else; pass --force to replace it", "01_calibrate.py", *arguments)
-    assert weights.stat().st_mtime_ns == made and not (home / "calibration").exists()
-    run("01_calibrate.py", *arguments, "--force")
-    assert torch.equal(state(home / "source")["model.norm.weight"], tiny_model(seed=1).model.norm.weight)
-
-
-def refused(file, message: str) -> None:
-    source = pathlib.Path(file).parent / "source"
-    with pytest.raises(UserError, match=re.escape(message)) as error:
-        gguf_files.dequantize(str(file), str(source), force=False)
-    assert str(file) in str(error.value) and "\n" not in str(error.value) and not source.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keep", [0, -1])
-def test_damaged_files_are_refused(keep, tmp_path):
-    file = tmp_path / "a.gguf"
-    write_gguf(file, tiny_model())
-    file.write_bytes(file.read_bytes()[:keep])
-    refused(file, f"{file}: expected a GGUF file, found none that can be read: ")
-    file.unlink()
-    refused(file, "expected a GGUF file, found none")
+    with pytest.raises(UserError, match="found something else; pass --force to replace it"):
+        gguf_files.dequantize(file, source, force=False)
+    assert weights.stat().st_mtime_ns == made
+    assert_same(gguf_files.dequantize(file, source, force=True), tiny_model(seed=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "message"), [
+    ({"cut": 1}, "expected a GGUF file, found none that can be read: "),
     ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "found llama.rope.scaling.type yarn"),
-    ({"tensors": {"rope_freqs.weight": np.ones(4, np.float32)}},  # Llama 3.1
+    ({"tensors": {"rope_freqs.weight": torch.ones(4)}},  # Llama 3.1
      "expected only the tensors of its config, found also 'rope_freqs.weight'"),
     ({"tensors": {"blk.2.ffn_up.weight": None}},
      "expected a tensor model.layers.2.mlp.up_proj.weight, found none"),
@@ -186,6 +155,10 @@ def test_damaged_files_are_refused(keep, tmp_path):
     ({"model": {"model_type": "gemma"}},
      "expected general.architecture in ['llama', 'qwen2', 'qwen3'], found 'gemma'"),
 ])
-def test_what_the_checkpoint_would_lose_is_refused(options, message, tmp_path):
-    model = tiny_model(**options.pop("model", {}))
-    refused(write_gguf(tmp_path / "a.gguf", model, **options), message)
+def test_what_is_damaged_or_would_be_lost_is_refused(options, message, tmp_path):
+    cut, model = options.pop("cut", 0), tiny_model(**options.pop("model", {}))
+    file, source = write_gguf(tmp_path / "a.gguf", model, **options), tmp_path / "source"
+    os.truncate(file, os.path.getsize(file) - cut)
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        gguf_files.dequantize(file, str(source), force=False)
+    assert file in str(error.value) and "\n" not in str(error.value) and not source.exists()

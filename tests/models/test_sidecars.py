@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.models import sidecars
 from common.models.load import load_config
 from models import byte_tokenizer, save_tiny, tiny_model
+from runs import read
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}
@@ -25,24 +26,20 @@ LONGROPE = FACTORS | ORIGINAL | {"rope_type": "longrope"}
 PHI3 = ORIGINAL | {"model_type": "phi3", "head_dim": 6}
 
 
-def settings_of(directory) -> dict:
-    return json.loads((directory / "config.json").read_text())
-
-
 def written(tmp_path, **changes) -> dict:
     """config.json as made from the checkpoint in tmp_path / "source", with these changes of its config."""
     config = load_config(str(tmp_path / "source"))
     for name, value in changes.items():
         setattr(config, name, value)
-    (tmp_path / "made").mkdir(exist_ok=True)
+    (tmp_path / "made").mkdir()
     sidecars.write(str(tmp_path / "made"), config, str(tmp_path / "source"))
-    return settings_of(tmp_path / "made")
+    return read(tmp_path / "made/config.json")
 
 
 def test_the_config_is_the_sources_but_for_the_heads(tmp_path):
     """A config as hub checkpoints of Llama have it, with a key that transformers does not know."""
     save_tiny(tmp_path / "source", rope_parameters=LLAMA3 | {"rope_theta": 500000.0})
-    source = settings_of(tmp_path / "source")
+    source = read(tmp_path / "source/config.json")
     rope = source.pop("rope_parameters")
     source |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": source.pop("dtype"),
                "transformers_version": "4.40.0", "mine": [1.5, None], "output_attentions": True}
@@ -69,7 +66,7 @@ def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, changes, rop
     """They say the same, also to the release that reads both, within the original positions and beyond."""
     rope = rope if "full_attention" in rope else rope | THETA
     save_tiny(tmp_path / "source", rope_parameters=rope, **changes)
-    source, made = settings_of(tmp_path / "source"), written(tmp_path, dtype="bfloat16")
+    source, made = read(tmp_path / "source/config.json"), written(tmp_path, dtype="bfloat16")
     assert made == source | THETA | older | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     ours, theirs = (AutoConfig.from_pretrained(tmp_path / name) for name in ("made", "source"))
     assert str(ours.dtype) == "torch.bfloat16"
@@ -80,27 +77,17 @@ def test_keys_of_older_releases_stand_beside_the_new_ones(tmp_path, changes, rop
         assert torch.equal(*(model(tokens).logits for model in models))
 
 
-def test_a_generation_config_is_copied_and_none_invented(tmp_path):
-    save_tiny(tmp_path / "source")
-    source, made = (tmp_path / name / sidecars.GENERATION for name in ("source", "made"))
-    source.unlink()
-    written(tmp_path)
-    assert not made.exists()
-    source.write_bytes(b'{"eos_token_id": [256, 7], "mine": 1}')
-    written(tmp_path)
-    assert made.read_bytes() == source.read_bytes()
-
-
 def test_a_model_of_another_class_keeps_its_own_config(tmp_path):
     """As related/ writes it: the source's tokenizer and generation config, and the older keys."""
     save_tiny(tmp_path / "source")
+    generation = b'{"eos_token_id": [256, 7], "mine": 1}'
+    (tmp_path / "source" / sidecars.GENERATION).write_bytes(generation)
     model = tiny_model(model_type="mistral", sliding_window=9)
-    model.generation_config.eos_token_id = 3
     sidecars.save(model, str(tmp_path / "made"), str(tmp_path / "source"))
-    made = settings_of(tmp_path / "made")
+    made = read(tmp_path / "made/config.json")
     assert (made["model_type"], made["sliding_window"], made["rope_theta"]) == ("mistral", 9, 10000.0)
     assert made["torch_dtype"] == made["dtype"] == "float32"
-    assert GenerationConfig.from_pretrained(tmp_path / "made").eos_token_id == 256
+    assert (tmp_path / "made" / sidecars.GENERATION).read_bytes() == generation
     assert AutoTokenizer.from_pretrained(tmp_path / "made").eos_token == "<eos>"
 
 
@@ -109,8 +96,7 @@ def test_a_tokenizer_made_here_is_named_as_older_releases_know_it(tmp_path):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
     tokenizer.save_pretrained(tmp_path)
     sidecars.loadable_by_older_releases(str(tmp_path))
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings = read(tmp_path / "tokenizer_config.json")
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["additional_special_tokens"] == ["<a>", "<b>"] and "extra_special_tokens" not in settings
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert again("a <b>é") == tokenizer("a <b>é") and again.eos_token == "<eos>"
+    assert AutoTokenizer.from_pretrained(tmp_path)("a <b>é") == tokenizer("a <b>é")

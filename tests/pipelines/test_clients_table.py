@@ -7,27 +7,18 @@ import re
 
 import numpy as np
 import pytest
-from scipy.special import log_softmax
 
 from pipelines.clients import TOLERANCE, Result, compare, worse
 from runs import recipe
 
-LOGITS = np.array([[3.0, -4.0, 1.0], [0.5, 2.0, -1.0]], np.float32)
-EXPECTED = {"logits": LOGITS, "greedy": [[1, 2, 0], [2, 2, 1]], "tokenized": [[5, 6], [7], [8]]}
 GOOD = Result("", 1e-6, (6, 6), (3, 3))
 
 
-@pytest.mark.parametrize(("changes", "expected"), [
-    ({"logits": LOGITS + [[0, 0, 0], [0, 0.5, -1]]}, Result("", 1 / 4, (6, 6), (3, 3))),  # of the largest
-    ({"greedy": [[1, 0, 0], [2, 2]]}, Result("", 0.0, (1 + 2, 6), (3, 3))),  # up to the first that differs
-    ({"tokenized": [[5, 6], [0]]}, Result("", 0.0, (6, 6), (1, 3))),
-    ({"logits": log_softmax(LOGITS.astype(np.float64), 1), "log_probabilities": True}, GOOD),
-    ({"logits": LOGITS[:, :2]}, Result("logits of shape (2, 2), not (2, 3)")),
-])
-def test_answers_are_compared(changes, expected):
-    found = compare(EXPECTED, EXPECTED | changes)
-    assert (found.refusal, found.tokens, found.texts) == (expected.refusal, expected.tokens, expected.texts)
-    assert found.difference == pytest.approx(expected.difference, abs=1e-6)
+def test_answers_are_compared():
+    """Logits relative to the largest; tokens up to the first that differs; a chat may be missing."""
+    expected = {"logits": np.array([[3.0, -4.0]]), "greedy": [[1, 2], [2, 2]], "tokenized": [[5, 6], [7]]}
+    found = {"logits": np.array([[2.0, -4.0]]), "greedy": [[0, 2], [2]], "tokenized": [[5, 6]]}
+    assert compare(expected, found) == Result("", 1 / 4, (1, 4), (1, 2))
 
 
 @pytest.mark.parametrize(("source", "export", "expected"), [

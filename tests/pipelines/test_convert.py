@@ -1,6 +1,5 @@
 """pipelines.convert: the stages' flags, what is refused before the first of them, and whole conversions."""
 
-import json
 import shlex
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 from models import save_tiny
 from pipelines import convert
-from runs import expect_error, run
+from runs import expect_error, read, run
 
 CONVERT = "pipelines/convert.py"
 SETTINGS = ["--model=a model.gguf", "--kv-heads", "2", "--tokens", "5000", "--text", "c4",
@@ -17,33 +16,26 @@ SETTINGS = ["--model=a model.gguf", "--kv-heads", "2", "--tokens", "5000", "--te
 
 
 @pytest.fixture
-def planned(tmp_path, monkeypatch):
+def planned(monkeypatch):
     """planned(WORDS): command lines of the stages that these flags would run, in order, in RUN."""
-    home = tmp_path / "it's a [1] run *"
 
     def record(*words: str) -> list[str]:
-        monkeypatch.setattr("sys.argv", ["convert", "--run", str(home), *words])
+        monkeypatch.setattr("sys.argv", ["convert", "--run", "RUN", *words])
         lines = []
 
-        class Recorder(convert.Stages):
-            def run(self, script, *given, processes=1):
-                line = shlex.join(word.replace(str(home), "RUN") for word in (script, *given))
-                lines.append(f"{processes} x {line}" if processes > 1 else line)
+        def run(stages, script, *given, processes=1):
+            line = shlex.join((script, *given))
+            lines.append(f"{processes} x {line}" if processes > 1 else line)
 
-        monkeypatch.setattr(convert, "Stages", Recorder)
+        monkeypatch.setattr(convert.Stages, "run", run)
         monkeypatch.setattr(convert.Commands, "check", lambda _: None)
         monkeypatch.setattr(convert, "read_text", lambda path: "table")
-        monkeypatch.setattr(convert, "read_record", lambda *_: {"model": {"kv_heads": 16}})
+        monkeypatch.setattr(convert, "read_record", lambda *_: None)
         monkeypatch.setattr(convert, "source_model", lambda *_: {"path": "source"})
         convert.main()
         return lines
 
     return record
-
-
-def after(flag: str, line: str) -> str:
-    words = shlex.split(line)
-    return words[words.index(flag) + 1]
 
 
 def test_the_recommended_road(planned):
@@ -66,31 +58,27 @@ def test_the_recommended_road(planned):
 
 def test_defaults_take_all_of_a_file_and_some_of_what_does_not_end(planned):
     calibration, _, grouping, _, train, export, _, _ = planned("--model", "demo", "--basis", "none")
-    assert after("--length", calibration) == "256" and after("--sequences", calibration) == "128"
+    assert calibration.endswith(" --sequences 128 --length 256")
     assert "--kv-heads" not in grouping and "--cache-basis" not in export
-    assert after("--text", train) == "generated" and after("--text-tokens", train) == "50000"
+    assert " --text generated --text-tokens 50000" in train
     calibration, *_, train, _, _, _ = planned("--model", "x", "--text", "README.md")
-    assert after("--length", calibration) == "512" and "--text-tokens" not in train
+    assert calibration.endswith(" --length 512") and "--text-tokens" not in train
 
 
 def test_another_runs_calibration(planned):
     grouping, merge, *_ = planned(*SETTINGS, "--calibrated", "other")
-    assert after("--similarity", grouping) == "other/similarity"
-    assert after("--calibration", merge) == "other/calibration"
+    assert " --similarity other/similarity " in grouping and " --calibration other/calibration " in merge
 
 
 def test_a_choice_merges_every_number_from_one_calibration(planned):
+    group = "--similarity RUN/similarity --by energy --kv-heads"
     merge = "--calibration RUN/calibration --merge closed-form --refit output"
-    for numbers, words in (([16, 8, 4], ["4", "16", "8"]), ([8, 4, 2, 1], [])):
-        _, similarity, *others = planned("--model", "x", "--choose", *words)
-        assert similarity == "02_similarity.py --run RUN --energy"
-        assert others == [
-            *(f"03_group.py --run RUN/kv{n} --similarity RUN/similarity --by energy --kv-heads {n}"
-              for n in numbers),
-            *(f"04_align.py --run RUN/kv{n} {merge}" for n in numbers),
-            "07_eval.py --run RUN/choose --update --model source=source "
-            f"{' '.join(f'kv{n}=RUN/kv{n}/merged' for n in numbers)} --tasks none --text RUN/calibration "
-            "--sequences 16 --cache q8_0 q8_0/q4_0 q4_0"]
+    assert planned("--model", "x", "--choose", "4", "8")[1:] == [
+        "02_similarity.py --run RUN --energy",
+        f"03_group.py --run RUN/kv8 {group} 8", f"03_group.py --run RUN/kv4 {group} 4",
+        f"04_align.py --run RUN/kv8 {merge}", f"04_align.py --run RUN/kv4 {merge}",
+        "07_eval.py --run RUN/choose --update --model source=source kv8=RUN/kv8/merged kv4=RUN/kv4/merged "
+        "--tasks none --text RUN/calibration --sequences 16 --cache q8_0 q8_0/q4_0 q4_0"]
 
 
 @pytest.mark.parametrize(("words", "compiler", "compiled"), [
@@ -110,18 +98,15 @@ def save(path: Path, text: str) -> Path:
     return path
 
 
-def test_what_a_stage_would_refuse_is_refused_before_the_first(tmp_path):
-    chats = save(tmp_path / "chats.jsonl", '{"messages": 3}\n')
+def test_what_a_stage_would_refuse_is_refused_before_the_first(aligned_run, tmp_path):
     rows = save(tmp_path / "rows.jsonl", '{"text": "a"}\n{"text": 4}\n')
-    short, empty = save(tmp_path / "short.txt", "a word"), tmp_path / "empty"
-    empty.mkdir()
+    short = save(tmp_path / "short.txt", "a word")
     for words, message in (
         (["--kv-heads", 3], "kv heads: expected one of [1, 2, 4]"),
         (["--text", rows], f"{rows} line 2: column 'text': expected text, found 4"),
         (["--text", short, "--tokens", 50], "expected 50 tokens (--tokens), found 6 bytes"),
-        (["--text", "demo", "--chat", chats], f"{chats} line 1: "),
-        (["--tasks", empty], "expected TASK.validation.jsonl or .parquet"),
-        (["--calibrated", empty], f"{empty}/calibration not found"),
+        (["--tasks", tmp_path], "expected TASK.validation.jsonl or .parquet"),
+        (["--calibrated", aligned_run], "calibration: made with --model "),
         (["--", "--text-length", 999999], "--text-length: expected 2 to 256 tokens"),
         (["--", "--name=x"], "-- --name=x: expected flags of stage 5"),
     ):
@@ -135,31 +120,22 @@ def times(home: Path) -> dict[Path, int]:
 
 
 @pytest.mark.slow
-def test_a_choice_of_every_allowed_number_goes_on_with_one(tmp_path):
+def test_convert_end_to_end_after_a_choice_then_other_prompts(tmp_path):
+    """All in one run directory, on the same calibration."""
     home, source = tmp_path / "a run", save_tiny(tmp_path / "model", num_key_value_heads=4, head_dim=32)
     words = ["--model", source, "--run", home, "--sequences", 8, "--length", 64]
     run(CONVERT, *words, "--choose", fresh=True)
-    results, made = json.loads((home / "choose/eval/stage.json").read_text())["results"], times(home)
+    results = read(home / "choose/eval/stage.json")["results"]
     assert [(name, metrics["kv_heads"]) for name, metrics in results.items()] == [
         ("source", 4), ("kv2", 2), ("kv1", 1)]
     assert 0 < results["kv2"]["kl"] < results["kv1"]["kl"]
-    assert all(metrics["perplexity_tokens"] == 16 * 63 for metrics in results.values())
-    assert (home / "choose/eval/frontier.png").read_bytes().startswith(b"\x89PNG")
-    again = run(CONVERT, *words, "--choose", fresh=True)
-    assert again.stdout.count(": complete") == 7 and times(home) == made
-    other = save_tiny(tmp_path / "other", num_key_value_heads=4, head_dim=32)
-    expect_error("calibration: made with --model", CONVERT, *words, "--model", other)
 
-
-@pytest.mark.slow
-def test_convert_end_to_end_then_other_prompts_of_the_same_models(tmp_path):
-    home, source = tmp_path / "a run", save_tiny(tmp_path / "model", head_dim=32)
-    words = ["--model", source, "--run", home, "--kv-heads", 2, "--sequences", 8, "--length", 64, "--tokens",
-             6000]
+    words += ["--kv-heads", 2, "--tokens", 6000]
     done = run(CONVERT, *words, fresh=True)
     table = (home / "eval/eval.md").read_text()
     assert "| gqa              | q4_0 " in table and "What is the capital" in table
     assert done.stdout.endswith(table) and "time    05_prune_train" in done.stdout
+    assert done.stdout.count(": complete") == 2
     made = times(home)
     other = run(CONVERT, *words, "--prompts", save(tmp_path / "prompts.txt", "Who?\n"), fresh=True)
     assert "Who?" in other.stdout and "What is the capital" not in other.stdout

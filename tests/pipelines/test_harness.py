@@ -3,55 +3,35 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
 
 from common.data.tasks import example_from_row
-from models import byte_tokenizer, save_tiny
+from models import byte_tokenizer, llama2_tokenizer, save_tiny
 from pipelines import harness_tasks as harness
-from runs import expect_error, recipe, run, task_rows
+from runs import expect_error, read, recipe, task_rows
 
 WRITE, CHECK = "pipelines/harness_tasks.py", "pipelines/harness_check.py"
 QUESTIONS = {task: {index: example_from_row(task, row) for index, row in enumerate(rows)}
              for task, rows in task_rows(5, 5).items()}
-EXAMPLES = [example for questions in QUESTIONS.values() for example in questions.values()]
-TEXTS = [text for example in EXAMPLES for text in (example.prompt, *example.choices)]
 
 
 def read_rows(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-
-
-def spacing_tokenizer() -> PreTrainedTokenizerFast:
-    """One that puts a space before every text, as SentencePiece does."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"])
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return wrapped(tokenizer)
-
-
 def test_questions_whose_prompt_and_choice_share_a_token_are_counted():
-    characters = sorted(set("".join(TEXTS)))
-    vocabulary = {character: index for index, character in enumerate([*characters, "</s>", ":r"])}
-    tokenizer = wrapped(Tokenizer(models.BPE(vocab=vocabulary, merges=[(":", "r")])))
-    merging = sum(any(choice.startswith("r") for choice in example.choices) for example in EXAMPLES)
-    assert harness.count_differing(tokenizer, QUESTIONS, "") == merging > 0
-    tokenizer = byte_tokenizer()
-    assert harness.count_differing(tokenizer, QUESTIONS, "") == 0
-    tokenizer.bos_token = "^"  # which begins prompts, here and in lm_eval
+    examples = [example for questions in QUESTIONS.values() for example in questions.values()]
+    merging = sum(any(choice.startswith("r") for choice in example.choices) for example in examples)
+    assert harness.count_differing(byte_tokenizer([(":", "r")]), QUESTIONS, "") == merging > 0
+    tokenizer = byte_tokenizer(bos_token="^")  # which begins prompts, here and in lm_eval
     begin = processors.TemplateProcessing(single="^ $A", special_tokens=[("^", tokenizer.bos_token_id)])
     tokenizer.backend_tokenizer.post_processor = begin
     assert harness.count_differing(tokenizer, QUESTIONS, "") == 0
 
 
-@pytest.mark.parametrize(("tokenizer", "delimiter"), [(byte_tokenizer(), ""), (spacing_tokenizer(), " ")])
+@pytest.mark.parametrize(("tokenizer", "delimiter"), [(byte_tokenizer(), ""), (llama2_tokenizer(), " ")])
 def test_tasks_hold_the_questions_and_the_delimiter(tmp_path, tokenizer, delimiter):
+    """A space, where the tokenizer puts one before every text."""
     line = harness.write_tasks(str(tmp_path), QUESTIONS, tokenizer)
     assert f"joined by {delimiter!r}: 0 of 40 questions" in line
     for task, questions in QUESTIONS.items():
@@ -61,52 +41,36 @@ def test_tasks_hold_the_questions_and_the_delimiter(tmp_path, tokenizer, delimit
         assert f'target_delimiter: "{delimiter}"\n' in (tmp_path / f"{task}.yaml").read_text()
 
 
-@pytest.mark.slow
-def test_the_command_writes_the_evaluated_questions(inputs, tmp_path):
-    """Those that 07_eval.py drew, of the tasks that it was given, with its settings."""
-    home, tasks = tmp_path / "run", tmp_path / "tasks"
-    run("07_eval.py", "--run", home, "--model", f"model={inputs['model']}", "--tasks", inputs["tasks"],
-        "--text", "none", "--only", "piqa", "siqa", "--limit", 2, "--seed", 3, "--batch", 5)
-    answered = {(row["task"], row["question"]) for row in read_rows(home / "eval/eval.jsonl")}
-    run(WRITE, "--run", home, "--output", tasks)
-    written = {(path.stem, row["question"]) for path in tasks.glob("*.jsonl") for row in read_rows(path)}
-    assert written == answered and len(written) == 4
-    names = [f"{task}.{kind}" for task in ("piqa", "siqa") for kind in ("jsonl", "yaml")]
-    assert sorted(path.name for path in tasks.iterdir()) == sorted([*names, "table5.yaml", "lm_eval.sh"])
-    script = (tasks / "lm_eval.sh").read_text()
-    assert "--batch_size 5 " in script and "--device cpu " in script and ",dtype=float32," in script
-    assert f"pretrained={inputs['model']}," in script and "add_bos_token=False" in script
-    expect_error("tasks already exists; pass --force to replace", WRITE, "--run", home, "--output", tasks)
-
-
 def change_choice(path) -> None:
-    lines = path.read_text().splitlines()
-    row = json.loads(lines[7])
-    row["likelihood_scores"] = [-score for score in row["likelihood_scores"]]
-    path.write_text("\n".join([*lines[:7], json.dumps(row), *lines[8:]]))
+    rows = read_rows(path)
+    rows[7]["likelihood_scores"] = [-score for score in rows[7]["likelihood_scores"]]
+    path.write_text("\n".join(map(json.dumps, rows)))
 
 
 def change_accuracy(path) -> None:
-    results = json.loads(path.read_text())
+    results = read(path)
     results["results"]["table5_siqa"]["acc,none"] += 1e-6
     path.write_text(json.dumps(results))
 
 
 @pytest.mark.slow
 def test_the_harness_makes_the_same_choices(inputs, tmp_path):
-    """pipelines/harness.sh, with lm_eval itself, on a random GQA model; other answers are one line."""
+    """pipelines/harness.sh, with lm_eval itself, on a random GQA model and on the questions that 07_eval.py
+    drew; other answers are one line.
+    """
     pytest.importorskip("lm_eval")
     model, home = save_tiny(tmp_path / "model", num_key_value_heads=2), tmp_path / "run of one"
-    done = recipe("harness.sh", model, inputs["tasks"], RUN=home)
+    done = recipe("harness.sh", model, inputs["tasks"], RUN=home, ONLY="boolq piqa siqa", LIMIT=4)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "prompt and choice joined by '': 0 of 40 questions are tokenized differently" in done.stdout
+    assert "prompt and choice joined by '': 0 of 12 questions are tokenized differently" in done.stdout
     last = done.stdout.splitlines()[-1]
-    assert "harness: lm_eval made the same choice in all 40 questions; macro average model " in last
+    assert "harness: lm_eval made the same choice in all 12 questions; macro average model " in last
     outcomes = read_rows(home / "eval/eval.jsonl")
     assert len({row["likelihood_choice"] for row in outcomes}) > 1  # not a model that always takes the first
     (results,) = home.glob("tasks/samples/model/*/results_*.json")
     for path, change, message in ((results, change_accuracy, "model, table5_siqa: accuracy "),
                                   (home / "eval/eval.jsonl", change_choice,
-                                   "model, piqa: 1 of 5 choices differ; question 2: ")):
+                                   "model, piqa: 1 of 4 choices differ; question ")):
         change(path)
         expect_error(message, CHECK, home, home / "tasks")
+    expect_error("already exists; pass --force", WRITE, "--run", home, "--output", home / "tasks")

@@ -1,50 +1,23 @@
 """The recipes as a user runs them: bad settings and odd paths at once; end to end on the demo model, slow."""
 
 import itertools
-import json
-import shlex
-from pathlib import Path
 
 import pytest
 
 from common.data.tasks import TASKS
 from common.training.engine import epochs_to_steps
 from pipelines import table6
-from runs import recipe
+from runs import read, recipe
 
 ROWS = ["baseline", "default-cos", "default-dist", "key-cos", "key-dist", "value-cos", "value-dist"]
 RECIPES = ["llama2_7b.sh", "sheared_llama_1.3b.sh", "table1.sh", "table2.sh"]
 
 
-@pytest.fixture
-def recorded(tmp_path):
-    """recorded(SCRIPT, settings): the command lines that a script would run, in order."""
-    recorder, log = tmp_path / "a python", tmp_path / "log"
-    recorder.write_text('#!/bin/bash\nprintf "%s\\0" "$@" >> "$LOG"; echo >> "$LOG"\n')
-    recorder.chmod(0o755)
-
-    def record(name: str, **settings) -> list[list[str]]:
-        done = recipe(name, PYTHON=recorder, LOG=log, **settings)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [line.split("\0")[:-1] for line in log.read_text().splitlines()]
-
-    return record
-
-
-def after(flag: str, words: list[str]) -> str:
-    return words[words.index(flag) + 1]
-
-
-def of_stage(stage: str, commands: list[list[str]]) -> list[list[str]]:
-    return [words for words in commands if stage in words]
-
-
-def shown(commands: list[list[str]], run) -> list[str]:
-    """Command lines in which the run directory is RUN."""
-    return [shlex.join(word.replace(str(run), "RUN") for word in words) for words in commands]
-
-
-LAUNCHER = "-m torch.distributed.run --standalone --nproc-per-node {} --shutdown-timeout 600"
+def commands(name: str, **settings) -> list[str]:
+    """What a script would have Python run, in order."""
+    done = recipe(name, PYTHON="echo", **{"RUN": "RUN"} | settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
 
 
 def test_a_wrong_number_is_refused_before_anything_runs():
@@ -58,9 +31,9 @@ def test_a_wrong_number_is_refused_before_anything_runs():
     ("table1.sh", [16, 8, 4], {}, [5, 10, 15], 2), ("table1.sh", [8, 4], {"V1": 1, "KV": "8 4"}, [15, 20], 2),
     ("table2.sh", [8, 4], {}, [6, 12], 3),
 ])
-def test_tables_1_and_2_row_by_row(recorded, tmp_path, name, blocks, options, epochs, teacher_epochs):
+def test_tables_1_and_2_row_by_row(name, blocks, options, epochs, teacher_epochs):
     """Every row on one calibration and one teacher, with the published epochs of 147,580 samples."""
-    run, expected, models = tmp_path / "run", [], ["teacher=RUN/teacher"]
+    expected, models = [], ["teacher=RUN/teacher"]
     for (kv_heads, budget), row in itertools.product(zip(blocks, epochs, strict=True), ROWS):
         home, (kind, _, criterion) = f"RUN/gqa{kv_heads}-{row}", row.partition("-")
         by = kind if kind in ("key", "value") else "none"
@@ -70,69 +43,61 @@ def test_tables_1_and_2_row_by_row(recorded, tmp_path, name, blocks, options, ep
             f"--by {by} --criterion {criterion or 'dist'}",
             f"04_align.py --run {home} --calibration RUN/calibration --rotate {criterion or 'none'} "
             "--merge mean",
-            f"{LAUNCHER.format(8)} 05_prune_train.py --run-dir {home} --teacher RUN/teacher --tasks hub "
-            f"--text none --no-bos --steps {steps[0]} --teacher-steps {steps[1]}",
+            "-m torch.distributed.run --standalone --nproc-per-node 8 --shutdown-timeout 600 "
+            f"05_prune_train.py --run-dir {home} --teacher RUN/teacher --tasks hub --text none --no-bos "
+            f"--steps {steps[0]} --teacher-steps {steps[1]}",
             f"06_export.py --run {home}"]
         models.append(f"gqa{kv_heads}-{row}={home}/gqa")
-    calibration, similarity, *rows, evaluation = shown(recorded(name, RUN=run, **options), run)
+    calibration, similarity, *rows, evaluation = commands(name, **options)
     assert calibration.startswith("01_calibrate.py --run RUN ") and similarity == "02_similarity.py --run RUN"
     assert rows == expected
     assert evaluation.startswith("07_eval.py --run RUN ") and evaluation.endswith(" ".join(models))
 
 
 @pytest.mark.slow
-def test_options_reach_every_training_of_the_chosen_rows_and_no_other_stage(recorded):
+def test_options_reach_the_training_of_the_chosen_row_and_no_other_stage():
     """They come last, where they override a recipe's own; other options have another RUN."""
-    settings = {"KV": 16, "ROWS": "key-cos value-dist", "TEACHER": "one teacher"}
-    commands = recorded("table1.sh", FLAGS="--masks l0 --kl-on all", **settings)
-    assert len(commands) == 2 + 2 * 4  # no evaluation
-    training = of_stage("05_prune_train.py", commands)
-    assert of_stage("--kl-on", commands) == of_stage("--no-bos", commands) == training
-    for words, row in zip(training, settings["ROWS"].split(), strict=True):
-        assert words[-4:] == ["--masks", "l0", "--kl-on", "all"]
-        assert after("--teacher", words) == "one teacher"
-        assert after("--run-dir", words) == f"runs/table1_--masks_l0_--kl-on_all/gqa16-{row}"
+    options = "--masks l0 --kl-on all"
+    settings = {"KV": 16, "ROWS": "key-cos", "TEACHER": "other", "FLAGS": options}
+    *others, training, _ = commands("table1.sh", RUN="", **settings)
+    assert training.endswith(f" {options}") and " --teacher other " in training
+    assert "--run-dir runs/table1_--masks_l0_--kl-on_all/gqa16-key-cos " in training
+    assert len(others) == 4 and not any(" --kl-on" in line for line in others)  # and no evaluation
 
 
 @pytest.mark.slow
-def test_table_6_transforms_with_grouping_and_without(recorded, tmp_path):
-    _, _, *commands, last = shown(recorded("table6.sh", RUN=tmp_path, KV="16 4"), tmp_path)
-    assert [command.removesuffix(" --criterion dist") for command in commands[::2]] == [
+def test_table_6_transforms_with_grouping_and_without():
+    _, _, *rows, last = commands("table6.sh", KV="16 4")
+    assert [command.removesuffix(" --criterion dist") for command in rows[::2]] == [
         f"03_group.py --run RUN/gqa{kv_heads}-{row} --similarity RUN/similarity "
         f"--kv-heads {kv_heads} --by {by}"
         for kv_heads in (16, 4) for row, by in (("grouped", "value"), ("default", "none"))]
-    assert all("04_align.py" in command for command in commands[1::2])
+    assert all("04_align.py" in command for command in rows[1::2])
     assert last == "-m pipelines.table6 --run RUN --kv-heads 16 4"
 
 
 @pytest.mark.slow
-def test_table_6_adds_up_the_seconds_of_its_stages(tmp_path, monkeypatch):
-    seconds = {"01_calibrate.py calibration": 9.0, "02_similarity.py similarity": 3.0,
-               "03_group.py gqa8-grouped/groups": 1.0, "04_align.py gqa8-grouped/aligned": 0.5,
-               "03_group.py gqa8-default/groups": 0.25, "04_align.py gqa8-default/aligned": 0.5}
-
-    def read_record(path, stage):
-        return {"seconds": seconds[f"{stage} {Path(path).relative_to(tmp_path)}"], "model": {"name": "m"}}
-
-    monkeypatch.setattr(table6, "read_record", read_record)
-    lines = table6.table(tmp_path, [8]).splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert rows[0] == ["m", "", "seconds"] and rows[2:] == [
-        ["calibration", "", "9.0"], ["GQA-8", "w/ grouping", "4.5"], ["GQA-8", "w/o grouping", "0.8"]]
+def test_table_6_adds_up_the_seconds_of_its_stages(monkeypatch):
+    seconds = {"RUN/calibration": 9.0, "RUN/similarity": 3.0,
+               "RUN/gqa8-grouped/groups": 1.0, "RUN/gqa8-grouped/aligned": 0.5,
+               "RUN/gqa8-default/groups": 0.25, "RUN/gqa8-default/aligned": 0.5}
+    monkeypatch.setattr(table6, "read_record",
+                        lambda path, stage: {"seconds": seconds[path], "model": {"name": "m"}})
+    *_, calibration, grouped, default = table6.table("RUN", [8]).splitlines()
+    assert "9.0" in calibration and "4.5" in grouped and "0.8" in default
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, epochs, teacher_epochs", [
     ("llama2_7b.sh", 10, 2), ("sheared_llama_1.3b.sh", 12, 3)])
-def test_recipes_pass_the_published_budgets(name, epochs, teacher_epochs, recorded, tmp_path):
+def test_recipes_pass_the_published_budgets(name, epochs, teacher_epochs):
     """Epochs of 147,580 samples (Appendix A): 10 at a batch of 64 for 8 of 32 heads, 12 for 4 of 16. A plan
     trains nothing.
     """
-    (training,) = of_stage("05_prune_train.py", recorded(name, RUN=tmp_path))
-    assert after("--steps", training) == str(epochs_to_steps(epochs, 147580, 64))
-    assert after("--teacher-steps", training) == str(epochs_to_steps(teacher_epochs, 147580, 128))
-    planned = recorded(name, RUN=tmp_path, PLAN="8xA100-80GB")[-1]
-    assert planned[:2] == ["-m", "pipelines.plan"] and planned[-4:] == training[-4:]
+    steps = epochs_to_steps(epochs, 147580, 64), epochs_to_steps(teacher_epochs, 147580, 128)
+    (planned,), trained = commands(name, PLAN="8xA100-80GB"), "\n".join(commands(name))
+    assert planned.startswith("-m pipelines.plan ")
+    assert all(f" --steps {steps[0]} --teacher-steps {steps[1]}" in lines for lines in (planned, trained))
 
 
 @pytest.mark.release
@@ -144,10 +109,9 @@ def test_table1_end_to_end(tmp_path):
     assert not (run / "teacher").exists()
     done = recipe("table1.sh", **small)
     assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((run / "eval" / "stage.json").read_text())["results"]
+    results = read(run / "eval/stage.json")["results"]
     assert list(results) == ["teacher", *(f"gqa8-{row}" for row in ROWS)]
-    records = {row: run / f"gqa8-{row}" / "groups" / "stage.json" for row in ROWS}
-    groups = {row: json.loads(path.read_text())["groups"] for row, path in records.items()}
+    groups = {row: read(run / f"gqa8-{row}/groups/stage.json")["groups"] for row in ROWS}
     for metrics in list(results.values())[1:]:
         assert metrics["kv_heads"] == 2 and set(metrics["tasks"]) == set(TASKS)
     assert groups["default-cos"] == groups["default-dist"] == groups["baseline"] != groups["key-cos"]
@@ -158,5 +122,5 @@ def test_recipe_end_to_end(tmp_path):
     run = tmp_path / "it's a run"
     done = recipe("llama2_7b.sh", SMALL=1, SMALL_STEPS=10, SMALL_TEACHER_STEPS=5, LIMIT=5, RUN=run)
     assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((run / "eval" / "stage.json").read_text())["results"]
+    results = read(run / "eval/stage.json")["results"]
     assert list(results) == ["teacher", "merged", "gqa"] and results["gqa"]["kv_heads"] == 2

@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig
 
-from bench.families import small_config
 from common.data.pool import Sources
 from common.data.tasks import TASKS, load_task, tokenize
 from common.models.load import load_config, load_tokenizer
-from common.models.proof import require_convertible
 from common.run.errors import UserError
 from common.training.flops import forward_flops, products
 from common.training.memory import Cluster, Phase, Student, Workload, size
+from models import tiny_model
 from pipelines import cost, plan
 from reference import SCHEDULE
 from runs import TRAINING, copy_run, expect_error, run
@@ -23,7 +22,6 @@ PLAN = "pipelines/plan.py"
 ON = ["--on", "8xA100-80GB"]
 # hidden size, width of MLPs, layers, heads and kv heads
 LLAMA2 = {"7B": (4096, 11008, 32, 32, 32), "13B": (5120, 13824, 40, 40, 40), "70B": (8192, 28672, 80, 64, 8)}
-HEADERS = 0.05  # of what is measured: names and shapes in safetensors files of a model of 60,000 parameters
 
 
 def llama(name: str) -> LlamaConfig:
@@ -40,18 +38,16 @@ def costs(*words) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["file", "generated"])
-def test_a_config_alone_gives_the_plan_of_a_run_with_texts(aligned_run, inputs, text, tmp_path):
-    source = inputs["text"] if text == "file" else text
-    words = ["--tasks", "none", "--text", source, "--text-tokens", 20000, "--text-length", 64,
-             "--heldout-sequences", 8, "--masks", "off"]  # as after this run's mean they would not be
+def test_a_config_alone_gives_the_plan_of_a_run_with_texts(aligned_run, inputs, tmp_path):
+    """Masks are off, as they are not by default after this run's merge by the mean."""
+    words = ["--tasks", "none", "--text-length", 64, "--heldout-sequences", 8, "--masks", "off",
+             "--text", inputs["text"]]
+    some = [*words, "generated", "--text-tokens", 20000]
     home = copy_run(aligned_run, tmp_path / "run")
-    of_run = costs("--run", home, *words)
-    assert len(of_run) == 7 and costs("--model", inputs["model"], "--kv-heads", 2, *words) == of_run
-    assert of_run[-1].endswith("besides generating text") == (text == "generated")
-    if text == "file":  # without --text-tokens all of it is read
-        everything = costs("--run", home, *words[:4], *words[6:])
-        assert everything[1] != of_run[1] and (home / "tokens").exists()
+    of_run = costs("--run", home, *some)
+    assert len(of_run) == 7 and costs("--model", inputs["model"], "--kv-heads", 2, *some) == of_run
+    assert of_run[-1].endswith("besides generating text")
+    assert costs("--run", home, *words)[1] != of_run[1] and (home / "tokens").exists()  # all is read
 
 
 @pytest.mark.slow
@@ -85,35 +81,21 @@ def test_expected_texts_and_chats():
     assert {len(sample) for sample in pool} == {100} and pool.answered[0].answer_tokens == 50
     heldout, asked = plan.expected_heldout(sources)
     assert sum(bool(sample.answer_tokens) for sample in heldout) == 32 == len(heldout) / 2 and not asked
-    assert len(plan.expected_heldout(Sources("hub", heldout_text="split"))[1]) == 8 * 16
 
 
 @pytest.mark.parametrize("words, message", [
-    ("--on 1xCPU", "--model, --run: expected one of them, found neither"),
-    ("PLAN --kv-heads 3", "kv heads: expected one of [1, 2, 4] for 8 key/value heads, found 3"),
-    ("PLAN --text a.txt", "--text, --chat: expected --text-tokens N with --model"),
-    ("PLAN --tasks none", "--tasks none: expected --text with --text-tokens N"),
-    ("PLAN --tasks none --text c4 --text-tokens 9999 --teacher no", "--teacher no: expected one that exists"),
-    ("--on 1xCPU --model no/model", "no/model: neither a directory nor a hub repository"),
+    ("--tasks none", "--tasks none: expected --text with --text-tokens N"),
+    ("--text a.txt", "--text, --chat: expected --text-tokens N with --model"),
+    ("--tasks none --text c4 --text-tokens 9999 --teacher no", "--teacher no: expected one that exists"),
+    ("--on 1x1:0.001:1:1", "expected all phases to fit on 1x1:0.001:1:1"),
 ])
 def test_what_cannot_be_planned(inputs, words, message):
-    words = words.replace("PLAN", "--on 8xA100-80GB --model MODEL").replace("MODEL", inputs["model"])
-    expect_error(message, PLAN, *words.split())
+    expect_error(message, PLAN, *ON, "--model", inputs["model"], *words.split())
 
 
-@pytest.mark.slow
-def test_a_plan_refuses_what_stage_1_refuses_and_says_the_same(tmp_path):
-    small_config(model_type="diffllama").save_pretrained(tmp_path)
-    with pytest.raises(UserError) as refused:
-        require_convertible(str(tmp_path), load_config(str(tmp_path)))
-    expect_error(str(refused.value), PLAN, *ON, "--model", tmp_path, "--kv-heads", 2)
-
-
-def table() -> list[list[str]]:
-    """The rows of the manual's table of plans."""
-    text = (ROOT / "docs" / "TRAINING.md").read_text()
-    return [[cell.strip() for cell in line.strip("|").split("|")]
-            for line in re.findall(r"^\| +\d+B .*$", text, re.MULTILINE)]
+def test_a_plan_refuses_what_stage_1_refuses(tmp_path):
+    tiny_model(num_key_value_heads=1).config.save_pretrained(tmp_path)
+    expect_error("it has 1 key/value head: nothing to merge", PLAN, *ON, "--model", tmp_path)
 
 
 @pytest.mark.parametrize("name", [
@@ -121,7 +103,8 @@ def table() -> list[list[str]]:
     *(pytest.param(name, marks=pytest.mark.release) for name in ("13B", "70B"))])
 def test_the_table_of_plans_is_what_configs_give(name, tmp_path):
     llama(name).save_pretrained(tmp_path)
-    rows = [row for row in table() if row[0] == name]
+    lines = re.findall(rf"^\| {name} .*$", (ROOT / "docs/TRAINING.md").read_text(), re.MULTILINE)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len(rows) == 5
     for _, machine, train, needed, usable, seconds, moved, between, hours in rows:
         nodes = int(machine[0]) if machine.count("x") == 2 else 1
@@ -137,27 +120,26 @@ def test_the_table_of_plans_is_what_configs_give(name, tmp_path):
         assert float(number) / {"h": 1, "min": 60}[unit] == pytest.approx(float(hours), rel=0.03)
 
 
-@pytest.mark.parametrize("text", ["0xA100-80GB", "8xA100", "8x400:64:200"])
-def test_hardware_by_its_name_or_numbers(text):
-    with pytest.raises(UserError, match="expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of A100-40GB"):
-        cost.parse_hardware(text)
+def test_hardware_by_its_name_or_numbers():
     device = cost.Hardware(64, 400e12, 200e9, 25.5e9)  # dense bf16 TFLOP/s, GiB, and GB/s of links
     assert cost.parse_hardware("2x8x400:64:200:25.5") == Cluster(8, device, 2)
+    with pytest.raises(UserError, match="expected COUNTxDEVICE or NODESxCOUNTxDEVICE, a device of A100-40GB"):
+        cost.parse_hardware("8x400:64:200")
 
 
-def workload(lengths: list[int], whole: bool = False) -> Workload:
+def workload(*lengths: int) -> Workload:
     """Samples of these lengths for LLaMA2-7B, of 5 answer tokens each, in recomputed layers."""
-    return Workload(llama("7B"), lengths, [5] * len(lengths), 512, True, whole=whole)
+    return Workload(llama("7B"), lengths, [5] * len(lengths), 512, True)
 
 
-def batches(count: int, **changes):
-    """Ten steps of so many samples, in rows of 4096 tokens."""
-    return replace(SCHEDULE, steps=10, batch=count, **{"tokens_per_microbatch": 4096} | changes)
+def batches(count: int):
+    """Steps of so many samples, in rows of 4096 tokens."""
+    return replace(SCHEDULE, batch=count, tokens_per_microbatch=4096)
 
 
 def test_time_and_traffic_of_a_step():
     """Batches of 64 samples of 100 and 300 tokens on four ranks."""
-    work, cluster, model = workload([100, 300]), cost.parse_hardware("4xA100-80GB"), products(llama("7B"))
+    work, cluster, model = workload(100, 300), cost.parse_hardware("4xA100-80GB"), products(llama("7B"))
     tokens, pairs = 64 * 200, 64 * (100 * 101 / 2 + 300 * 301 / 2) / 2
     source, pruned = (size(llama("7B"), student).whole for student in (None, Student(8)))
     sft, distillation = (cost.step_cost(work, each, batches(64), cluster) for each in (None, Student(8)))
@@ -166,41 +148,13 @@ def test_time_and_traffic_of_a_step():
     assert sft.traffic == 8 * source and distillation.traffic == 8 * pruned + 2 * source
     assert distillation.mfu == pytest.approx(0.34 * 4 / 5)  # the forward pass once more
     assert distillation.seconds == pytest.approx(distillation.flops / (4 * 312e12 * distillation.mfu))
-    whole = cost.step_cost(workload([100, 300], whole=True), Student(8), batches(64), cluster)
-    assert whole.traffic == 6 * pruned  # gathered in bf16, reduced in float32; the teacher stays
-    alone = cost.step_cost(work, Student(8), batches(64), cost.parse_hardware("1xA100-80GB"))
-    assert alone.traffic == 0 and (alone.rows, alone.row) == (4, 4096)
     assert cost.seconds(1.0, 3e12, 0, cluster) == 10 / 0.75  # the links of an A100: 300 GB/s, less
-    eight = cost.parse_hardware("8xH100-80GB")
-    small = cost.step_cost(replace(work, lengths=[9]), Student(8), batches(4), eight)
+    small = cost.step_cost(workload(9), Student(8), batches(4), cost.parse_hardware("8xH100-80GB"))
     assert small.by_host and small.seconds == pytest.approx(32 * 5 * 0.0025)
-
-
-def test_nodes_exchange_a_ranks_shard_of_the_gradients_once_a_step():
-    """A ring over n nodes sends 2 (n - 1) / n of what is reduced: float32 gradients, an eighth a rank."""
-    cluster, one = (cost.parse_hardware(f"{nodes}8xA100-80GB") for nodes in ("8x", ""))
-    step = cost.step_cost(workload([500]), None, batches(64 * 8, reduce="row"), cluster)
-    alone = cost.step_cost(workload([500]), None, batches(64), one)
-    assert step.network == pytest.approx(2 * 7 / 8 * 4 * 6_738_415_616 / 8) and alone.network == 0
-    assert (step.rows, step.traffic) == (alone.rows, alone.traffic)
-    assert step.seconds == pytest.approx(alone.seconds)
-    assert cost.seconds(1.0, 0, 25e10, cluster) == 10 / 0.75  # 200 Gb/s a device, less
-
-
-def test_all_phases_must_fit(capsys):
-    phases = {"teacher": Phase("teacher", workload([100]), None, batches(64)),
-              "student": Phase("pruning", workload([300]), Student(8), batches(64))}
-    hours, cluster = plan.print_phases(phases, "8xA100-80GB"), cost.parse_hardware("8xA100-80GB")
-    each = [10 * cost.step_cost(*phase, cluster).seconds / 3600 for _, *phase in phases.values()]
-    assert hours == pytest.approx(sum(each)) and capsys.readouterr().out.count("fits") == 2
-    with pytest.raises(UserError, match="expected all phases to fit on 1xA100-80GB"):
-        plan.print_phases(phases, "1xA100-80GB")
-    assert "does NOT fit" in capsys.readouterr().out
-
-
-def tensor_files(home) -> int:
-    """Bytes of all tensor files in a directory, unfinished ones included."""
-    return sum(path.stat().st_size for path in home.rglob("*.safetensors"))
+    nodes = cost.parse_hardware("8x8xA100-80GB")  # a ring sends 2 (n - 1) / n of a rank's gradients
+    network = cost.step_cost(workload(500), None, batches(64 * 8), nodes).network
+    assert network == pytest.approx(2 * 7 / 8 * 4 * 6_738_415_616 / 8)
+    assert cost.seconds(1.0, 0, 25e10, nodes) == 10 / 0.75  # 200 Gb/s a device, less
 
 
 @pytest.mark.slow
@@ -210,7 +164,7 @@ def test_disk_is_that_of_a_run(finished_run, inputs):
     phases = {name: Phase("", work, each, None) for name, each in trained.items()}
     expected = cost.disk_bytes(phases, True, False)
     for name in ("aligned", "merged", "teacher", "gqa"):
-        assert tensor_files(finished_run / name) == pytest.approx(expected[name], rel=HEADERS), name
+        found = sum(path.stat().st_size for path in (finished_run / name).glob("*.safetensors"))
+        assert found == pytest.approx(expected[name], rel=0.05), name  # names and shapes are the rest
     layer = finished_run / "calibration" / "layer-00000.safetensors"  # of 512 tokens, all that there are
-    counted = cost.calibration_bytes(work.config, 512)
-    assert layer.stat().st_size == pytest.approx(counted, rel=0.01)  # a dozen tensors
+    assert layer.stat().st_size == pytest.approx(cost.calibration_bytes(work.config, 512), rel=0.01)
