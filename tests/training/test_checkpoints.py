@@ -68,14 +68,6 @@ def test_a_checkpoint_gives_back_weights_replicated_parameters_optimizer_and_ste
         assert all(torch.equal(weights[name], whole(parameters[name])) for name in weights)
 
 
-def test_the_first_rank_lists_a_directory_for_all(saved, monkeypatch):
-    """This rank does not see the checkpoint yet; what the first rank sees comes by broadcast."""
-    job, path = saved
-    monkeypatch.setattr(checkpoints, "saved_checkpoints", lambda directory: [])
-    monkeypatch.setattr(checkpoints, "of_first_rank", lambda value: [path] if value == [] else value)
-    assert checkpoints.newest(job.directory, job.ranks) == path == checkpoints.path_of(job.directory, 1)
-
-
 def test_the_last_two_and_the_best_are_kept_and_other_names_are_not_checkpoints(saved):
     job, _ = saved
     write_metrics(Path(job.directory), [{"step": step, "heldout_kl": abs(step - 2)} for step in range(1, 7)])

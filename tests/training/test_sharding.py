@@ -115,14 +115,6 @@ def test_gradients_of_replicated_parameters_are_the_mean_of_what_scaled_losses_g
     assert reached.grad.tolist() == [3, 3] and untouched.grad is None
 
 
-def test_ranks_wait_for_one_that_is_at_work_for_a_day(monkeypatch):
-    """It may tokenize text; nccl alone would wait for ten minutes, gloo for thirty."""
-    waits = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout, **_: waits.append(timeout))
-    sharding.init_ranks()
-    assert waits[0].days >= 1
-
-
 def test_more_processes_than_gpus_are_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -61,6 +61,8 @@ def test_what_the_stage_trains_at_which_rate(group_of_one, tmp_path, monkeypatch
 
     def one_step(job, schedule, samples, until=None):
         jobs.append(job)
+        for _, _, projections in blending.blended_projections(job.trainee.net):  # start_heldout is merged/'s
+            assert not any(projection.z.any() for projection in projections)
         assert (schedule, samples) == (SCHEDULE, run.pool) and until in (None, switch_step(SCHEDULE.steps))
         job.stopped = not until
         yield SimpleNamespace(number=0, schedule=schedule, metrics={OPEN_MASKS: 0})
