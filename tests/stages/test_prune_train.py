@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.data import pool
 from common.data.pool import Sources, load_tasks
 from common.models.load import load_model, load_tokenizer
 from common.run.errors import UserError
@@ -113,21 +112,6 @@ def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
     assert f"resumes {home / 'train'} after step {step + 1}\n" in done.stdout
     assert_same_bits(home, finished_run)
     assert "--force starts over" in train(home, inputs).stdout
-
-
-def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inputs, tmp_path, monkeypatch):
-    home = copy_run(aligned_run, tmp_path / "run")
-    original = pool.tokenize
-
-    def interrupting(*arguments):
-        signal.raise_signal(signal.SIGTERM)
-        return original(*arguments)
-
-    monkeypatch.setattr(pool, "tokenize", interrupting)
-    done = train(home, inputs, code=130)
-    assert done.stderr == "interrupted: unfinished output was removed, checkpoints are kept\n"
-    assert not (home / "train").exists() and not (home / "teacher.train").exists()
-    assert not list(home.glob(".*lock"))
 
 
 @pytest.mark.slow
