@@ -15,10 +15,9 @@ from common.data import demo
 from common.data.chat import token_lines
 from common.data.rows import Sample
 from common.data.tasks import example_from_row
-from common.evaluation.compared import Settings
-from common.models.quantized_cache import Cache
 from common.run.artifact import FORMAT
 from models import byte_tokenizer, save_tiny
+from related.dha.modeling import DhaConfig, DhaForCausalLM
 from runs import copy_run, expect_error, read, run, valid_record
 
 stage7 = importlib.import_module("07_eval")
@@ -63,6 +62,22 @@ def test_layer_by_layer_memory_is_that_of_a_layer(inputs, tmp_path):
     weights = 2 * sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")) / 2**30
     peak = read(home / "eval/stage.json")["summary"]["peak_memory_gib"]
     assert weights > 1.5 and peak < weights / 2, (peak, weights)
+
+
+@pytest.mark.slow
+def test_stage_7_evaluates_a_class_of_a_module_that_is_registered(inputs, tmp_path):
+    """Decoupled heads, of which a layer has more for values than for keys."""
+    key_groups, value_groups = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 2], [1, 3, 4], [5, 6, 7]]
+    config = DhaConfig(vocab_size=260, hidden_size=48, intermediate_size=64, num_hidden_layers=3, head_dim=8,
+                       num_attention_heads=8, num_key_value_heads=2, eos_token_id=256,
+                       key_groups=[key_groups] * 3, value_groups=[value_groups] * 3)
+    DhaForCausalLM(config).save_pretrained(tmp_path / "dha")
+    byte_tokenizer().save_pretrained(tmp_path / "dha")
+    run("07_eval.py", "--run", tmp_path, "--model", tmp_path / "dha", "--register", "related.dha.modeling",
+        "--tasks", inputs["tasks"], "--only", "piqa", "--text", "none")
+    results = read(tmp_path / "eval/stage.json")["results"]
+    # layers, key and value heads, head_dim, bytes of a float32
+    assert results["dha"]["cache_bytes_per_token"] == 3 * (2 + 3) * 8 * 4
 
 
 def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, tmp_path):
@@ -111,21 +126,6 @@ def test_what_a_training_without_tasks_held_out_is_measured(
     monkeypatch.setattr(sys, "argv", ["07_eval.py", "--run", str(tmp_path), *words])
     args = stage7.with_heldout(stage7.parse())
     assert [args.text and args.text.rpartition("/")[2], args.chat] == expected
-
-
-@pytest.mark.parametrize(("device", "words", "dtype"), [
-    ("cpu", [], "float32"), ("cuda:1", [], "bfloat16"), ("cuda:1", ["--dtype", "float32"], "float32"),
-])  # fmt: skip
-def test_every_setting_is_settled_once(tmp_path, monkeypatch, device, words, dtype):
-    monkeypatch.setattr(stage7, "pick_device", lambda name: device)
-    (tmp_path / "p.txt").write_text("What?\n")
-    words = ["07_eval.py", *words, "--run", tmp_path, "--tasks", "t", "--only", "siqa", "--limit", 3,
-             "--seed", 5, "--text", "x.txt", "--chat", "c.jsonl", "--prompts", tmp_path / "p.txt",
-             "--length", 9, "--sequences", 4, "--no-bos", "--cache", "q4_0", "q8_0/q4_0", "--batch", 2]
-    monkeypatch.setattr(sys, "argv", [*map(str, words)])
-    assert stage7.settle(stage7.parse()) == Settings(
-        "t", ("siqa",), 3, 5, "x.txt", "c.jsonl", ("What?",), 4, 9, False,
-        (Cache("q4_0", "q4_0"), Cache("q8_0", "q4_0")), False, 2, device, dtype)
 
 
 def test_the_students_teacher_is_the_reference_wherever_it_lies(finished_run, tmp_path):

@@ -1,4 +1,4 @@
-"""Stage 5 under torchrun: several processes equal one, a killed run one left alone; damage, a full disk."""
+"""Stage 5 under torchrun: several processes equal one, a killed run one left alone; Slurm."""
 
 import os
 import random
@@ -21,7 +21,6 @@ from runs import (
     assert_same_bits,
     assert_same_training,
     copy_run,
-    full_disk,
     metrics,
     run,
     saved_files,
@@ -158,22 +157,6 @@ def test_ranks_that_torchrun_restarts_join_each_other_and_not_the_dead(tmp_path)
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
                           timeout=200, check=False)
     assert done.returncode == 0 and "joined in attempt 2\n" in done.stdout, done.stderr
-
-
-@pytest.mark.slow
-def test_full_disk_leaves_the_last_checkpoint(distributed_run, aligned_run, inputs, tmp_path):
-    home = with_teacher(aligned_run, distributed_run, tmp_path / "run")
-    process = start(home, inputs)
-    wait_for_step(home, 4)
-    kill(process)
-    before = [path.read_bytes() for path in saved_files(home)[-1]]
-    with full_disk(1 << 16):
-        error = train(home, inputs, processes=2, fails=True).stderr
-    assert "cannot be written (" in error and "File too large" in error and "GiB free there" in error, error
-    assert not list((home / "train").glob(".*.unfinished"))
-    assert [path.read_bytes() for path in saved_files(home)[-1]] == before
-    train(home, inputs, processes=2)
-    assert_same_bits(home, distributed_run)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """All seven stages on a tiny model with biases: what comes out at the end."""
 
 import os
+import textwrap
 
 import pytest
 import torch
@@ -48,6 +49,17 @@ def test_whole_run(finished_run):
     assert len(results["gqa"]["tasks"]) == 8
     assert all(task["questions"] == 5 for task in results["gqa"]["tasks"].values())
     assert "| perplexity" in (finished_run / "eval/eval.md").read_text()
+
+
+def test_the_model_card_of_a_run(finished_run):
+    """It has its scores, and its snippet runs."""
+    card = (finished_run / "gqa" / "README.md").read_text()
+    scores = card.partition("<!-- scores -->")[2].partition("<!-- /scores -->")[0]
+    assert "| winogrande" in scores and "teacher" in scores and "Not evaluated yet" not in card
+    snippet = textwrap.dedent(card.partition("## Use\n\n")[2].partition("\n\nIn vLLM")[0])
+    printed: list[str] = []
+    exec(snippet.replace("PATH", str(finished_run / "gqa")), {"print": printed.append})
+    assert printed[0].startswith("Question: Which is a metal?\nChoices: ['wood', 'iron']\nAnswer:")
 
 
 def test_who_may_read_a_directory_may_read_its_files(finished_run):

@@ -14,6 +14,7 @@ from common.training import checkpoints
 from common.training.engine import Job, make_optimizer
 from common.training.sharding import Execution, build
 from models import save_tiny
+from runs import full_disk
 
 
 def new_job(source: str, directory, ranks, shift: float = 0.0) -> Job:
@@ -99,6 +100,15 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault,
     next(Path(path).glob("shard-*")).write_bytes(b"")
     with pytest.raises(UserError, match="expected an intact checkpoint, found 1 damaged; --force starts"):
         checkpoints.newest(job.directory, job.ranks)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(saved):
+    job, path = saved
+    job.step = 2
+    with full_disk(1 << 12), pytest.raises(UserError, match="cannot be written .*File too large.*GiB free"):
+        checkpoints.save(job)
+    assert os.listdir(job.directory) == [os.path.basename(path)]
+    checkpoints.whole_weights(path)
 
 
 def test_a_directory_of_something_else_and_damaged_settings_are_refused(group_of_one, tmp_path):

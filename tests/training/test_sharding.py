@@ -96,15 +96,6 @@ def test_collectives_of_a_step(tmp_path, world, groups, reduce, whole):
                               "allreduce_": 2 + between_nodes}
 
 
-def test_a_checkpoint_of_another_shape_or_without_a_tensor_is_refused(group_of_one, tmp_path):
-    source, other = save_tiny(tmp_path / "a"), save_tiny(tmp_path / "b", num_key_value_heads=2)
-    expected = r"expected model.layers.0.self_attn.k_proj.weight of shape \[64, 48\], found \[16, 48\]"
-    with pytest.raises(UserError, match=expected):
-        build(load_config(source), group_of_one, Execution(), lambda name: (other, name))
-    with pytest.raises(UserError, match="expected a tensor model.embed_tokens.weight.x, found none"):
-        build(load_config(source), group_of_one, Execution(), lambda name: (other, name + ".x"))
-
-
 def test_gradients_of_replicated_parameters_are_the_mean_of_what_scaled_losses_give(monkeypatch):
     """Two ranks that each hold 3: their losses were scaled by 2, so the batch's gradient is (3 + 3) / 2."""
     pretended = SimpleNamespace(all_reduce=lambda tensor: tensor.mul_(2), get_world_size=lambda: 2)
