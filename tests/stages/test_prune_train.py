@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import signal
 import weakref
 from types import SimpleNamespace
@@ -33,21 +32,13 @@ from runs import (
 )
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    ([], (False, True, None, None)), (["--deterministic"], (True, False, "0", ":4096:8"))])
-def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch, words, expected):
-    found = []
-
+@pytest.mark.parametrize("words", [[], ["--deterministic"]])
+def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch, words):
     def note():
-        of_nvidia = [os.environ.get(name) for name in ("NCCL_NVLS_ENABLE", "CUBLAS_WORKSPACE_CONFIG")]
-        found.extend((torch.are_deterministic_algorithms_enabled(),
-                      torch.utils.deterministic.fill_uninitialized_memory, *of_nvidia))
-        raise UserError("noted")
+        raise UserError(f"deterministic: {torch.are_deterministic_algorithms_enabled()}")
 
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(sharding, "joined_ranks", note)
-    expect_error("noted", STAGE, "--run", tmp_path, *words)
-    assert (*found,) == expected
+    expect_error(f"deterministic: {bool(words)}", STAGE, "--run", tmp_path, *words)
 
 
 @pytest.mark.parametrize(("given", "restarts", "moved"), [

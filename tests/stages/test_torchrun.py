@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import get_args_parser
 
 from common.training import checkpoints
 from common.training.checkpoints import saved_checkpoints
@@ -22,7 +20,6 @@ from runs import (
     assert_same_training,
     copy_run,
     metrics,
-    run,
     saved_files,
     start,
     stop,
@@ -35,17 +32,6 @@ from runs import (
 from torchrun import ROOT, kill, launcher, ranks_of
 
 SHARED = ["--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
-
-
-@pytest.mark.parametrize("command", ["05_prune_train.py", "related/dha/search.py", "related/dha/fuse.py",
-                                     "related/dha/pretrain.py", "related/skipless/train.py"])
-def test_no_flag_but_run_abbreviates_an_option_of_torchrun(command):
-    """Python 3.11's argparse refuses such a flag as ambiguous, even after the script; hence --run-dir."""
-    flags = set(re.findall(r"^  (--[\w-]+)", run(command, "--help").stdout, re.MULTILINE))
-    options = [option for action in get_args_parser()._actions for option in action.option_strings]
-    assert {"--run", "--force", "--steps"} <= flags
-    for flag in flags - {"--run"}:
-        assert not [option for option in options if option.startswith(flag)], flag
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,8 @@ import torch
 from common.data.rows import Sample
 from common.method.losses import cross_entropy
 from common.training.attention import Trainee
-from common.training.engine import Job, Schedule, Step
-from common.training.packing import (
-    Row,
-    batch_indices,
-    build_row,
-    idle_row,
-    pack,
-    rows_of_step,
-    split_over_ranks,
-)
+from common.training.engine import Schedule
+from common.training.packing import Row, batch_indices, build_row, pack, rows_of_step, split_over_ranks
 from common.training.sharding import Ranks
 from models import tiny_model
 from reference import ALONE, SCHEDULE, random_samples
@@ -114,11 +106,3 @@ def test_ranks_get_equally_many_tokens(world):
         shares = split_over_ranks(samples, step, replace(schedule(4096), batch=64), world)
         tokens = [sum(len(samples[i]) for i in share) for share in shares]
         assert max(tokens) <= max(1.1 * sum(tokens) / world, *(len(samples[i]) for i in sum(shares, [])))
-
-
-def test_an_idle_row_counts_neither_tokens_nor_flops():
-    """A text, or a question of one token, is not idle."""
-    samples = [Sample((1, 2), (3,)), Sample((4, 5, 6)), Sample((7,), (8,))]
-    rows = [idle_row(samples[0]), *(build_row([sample], 3) for sample in samples)]
-    totals = Step(Job(None, None, "", ALONE, flops=lambda row: 7), schedule(64), rows, []).totals
-    assert (float(totals["tokens"]), float(totals["flops"])) == (3 + 3 + 2, 7 * 3)
