@@ -62,14 +62,6 @@ def test_the_export_has_the_sources_dtype_or_another(finished_run, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(finished_run / "gqa").dtype is torch.float32
 
 
-@pytest.mark.parametrize("name, expected", [("org/Model-7b", "org/Model-7b"), ("/home/me/Model", "Model")])
-def test_a_hub_name_is_no_path(name, expected):
-    stage = importlib.import_module("06_export")
-    record = {"model": {"name": name, "path": "/cache/snapshots/abc"}, "arguments": {"run": "runs/x"}}
-    assert stage.without_paths(record) == {"model": {"name": expected, "path": "abc"},
-                                           "arguments": {"run": "x"}}
-
-
 def test_the_best_checkpoint_is_exported(finished_run, tmp_path):
     """By the held-out KL in metrics.jsonl; after tasks the last one."""
     home, stage = copy_run(finished_run, tmp_path / "run"), importlib.import_module("06_export")

