@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data.rows import Sample
 from common.method.merge import Merge, mean_merge
@@ -252,18 +251,6 @@ def varlen_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale
         scores = (q @ k.transpose(1, 2) * scale).masked_fill(outside, -torch.inf)
         outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(outputs)
-
-
-class Operations(TorchDispatchMode):
-    """The names of the operations in a block, in order."""
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.names.append(str(function))
-        return function(*arguments, **(options or {}))
-
-    def __enter__(self):
-        self.names = []
-        return super().__enter__()
 
 
 def random_samples(count: int, seed: int = 0) -> list[Sample]:

@@ -15,64 +15,39 @@ from common.data import demo
 from common.data.chat import token_lines
 from common.data.rows import Sample
 from common.data.tasks import example_from_row
-from common.evaluation.compared import Settings
-from common.models.quantized_cache import Cache
 from common.run.artifact import FORMAT
 from models import byte_tokenizer, save_tiny
+from related.dha.modeling import DhaConfig, DhaForCausalLM
 from runs import copy_run, expect_error, read, run, valid_record
 
 stage7 = importlib.import_module("07_eval")
 
 
-def read_outcomes(home) -> list[dict]:
-    return [json.loads(line) for line in (home / "eval/eval.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def evaluation(inputs, tmp_path_factory):
-    """Two GQA checkpoints, three of five questions drawn by a seed; (directory, arguments, printed text)."""
-    home = tmp_path_factory.mktemp("evaluation")
-    first = save_tiny(home / "first", num_key_value_heads=4)
-    second = save_tiny(home / "run" / "second", seed=1, num_key_value_heads=2)
-    (home / "run" / "second" / "README.md").write_text("<!-- scores -->\n<!-- /scores -->\n")
-    arguments = ["--run", home / "run", "--model", f"a={first}", f"b={second}", "--tasks", inputs["tasks"],
-                 "--text", inputs["text"], "--length", 64, "--sequences", 2]
-    done = run("07_eval.py", *arguments, "--limit", 3, "--seed", 1)
-    shutil.copy(home / "run" / "second" / "README.md", home / "card.md")  # tests evaluate it again
-    return home, arguments, done.stdout
-
-
-def test_metrics_follow_from_the_answers_and_are_put_into_the_card(evaluation, inputs):
-    home, _, output = evaluation
-    written = read(home / "run/eval/stage.json")
-    outcomes = read_outcomes(home / "run")
-    assert written["begin_of_sequence"] is False and len(outcomes) == 2 * 8 * 3
-    assert (written["device"], written["model"]["path"]) == ("cpu", f"{home}/first")  # the reference
-    for model, figures in written["results"].items():
-        for task, measured in figures["tasks"].items():
-            answered = [row for row in outcomes if (row["model"], row["task"]) == (model, task)]
-            likeliest = [row["likelihood_choice"] == row["label"] for row in answered]
-            assert measured["questions"] == len(answered) == 3
-            assert measured["exact_match"] == numpy.mean([row["exact"] for row in answered])
-            assert measured["likelihood"] == numpy.mean(likeliest)
-        assert figures["perplexity_tokens"] == 2 * 63
-        assert figures["heads"] == 8 and figures["kv_heads"] == {"a": 4, "b": 2}[model]
-        percent = [100 * figures[name] for name in ("macro_likelihood", "macro_likelihood_stderr")]
-        assert "{:.1f} ± {:.1f}".format(*percent) in output
-    assert output.count(f"reads   {inputs['text']}: ") == 1  # though both checkpoints read it
-    card, table = ((home / name).read_text() for name in ("card.md", "run/eval/eval.md"))
-    assert "24 validation questions" in card and " 2 of 8 |" in card and "decode" not in card
-    assert table in output and not (home / "first" / "README.md").exists()
-
-
-def test_answers_are_those_of_the_questions_that_were_drawn(evaluation, inputs):
-    outcomes = read_outcomes(evaluation[0] / "run")
-    drawn = {row["question"] for row in outcomes}
-    assert len(drawn) == 3 and drawn != {0, 1, 2}
+def test_answers_are_recorded_and_metrics_follow_from_them(inputs, tmp_path):
+    """Two GQA checkpoints, three of five questions drawn by a seed; one has a card."""
+    first = save_tiny(tmp_path / "first", num_key_value_heads=4)
+    second = save_tiny(tmp_path / "run" / "second", seed=1, num_key_value_heads=2)
+    card = Path(second, "README.md")
+    card.write_text("<!-- scores -->\n<!-- /scores -->\n")
+    done = run("07_eval.py", "--run", tmp_path / "run", "--model", f"a={first}", f"b={second}",
+               "--tasks", inputs["tasks"], "--text", inputs["text"], "--length", 64, "--sequences", 2,
+               "--limit", 3, "--seed", 1)
+    home = tmp_path / "run" / "eval"
+    written = read(home / "stage.json")
+    assert written["begin_of_sequence"] is False and written["model"]["path"] == first  # the reference
+    outcomes = [json.loads(line) for line in (home / "eval.jsonl").read_text().splitlines()]
+    assert len(outcomes) == 2 * 8 * 3 and len({row["question"] for row in outcomes} - {0, 1, 2}) > 0
     for row in outcomes:
         lines = Path(inputs["tasks"], f"{row['task']}.validation.jsonl").read_text().splitlines()
         example = example_from_row(row["task"], json.loads(lines[row["question"]]))
         assert row["label"] == example.label and row["exact"] == (row["generated"] == example.answer)
+    for model, figures in written["results"].items():
+        for task, measured in figures["tasks"].items():
+            answered = [row["exact"] for row in outcomes if (row["model"], row["task"]) == (model, task)]
+            assert measured["questions"] == 3 and measured["exact_match"] == numpy.mean(answered)
+        assert figures["heads"] == 8 and figures["kv_heads"] == {"a": 4, "b": 2}[model]
+    assert (home / "eval.md").read_text() in done.stdout and " 2 of 8 |" in card.read_text()
+    assert not Path(first, "README.md").exists()  # outside the run directory
 
 
 @pytest.mark.slow
@@ -90,21 +65,19 @@ def test_layer_by_layer_memory_is_that_of_a_layer(inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_tasks_there_are_text_answers_and_speed(evaluation, tmp_path):
-    """A card outside the run directory stays as it is."""
-    home, arguments, _ = evaluation
-    prompts, card = tmp_path / "prompts.txt", (home / "run" / "second" / "README.md").read_bytes()
-    prompts.write_text("What is red?\n\nAnd blue?")
-    third = ["--model", f"a={home}/first", f"b={home}/run/second", f"again={home}/first"]
-    run("07_eval.py", *arguments, "--run", tmp_path, "--tasks", "none", "--prompts", prompts, *third)
-    written = read(tmp_path / "eval/stage.json")
-    results, again = written["results"], written["results"]["again"]
-    assert written["prompts"] == ["What is red?", "And blue?"]
-    assert (again["kl"], again["agreement"], again["loss_above"], again["loss_above_stderr"]) == (0, 1, 0, 0)
-    assert again["answers"] == results["a"]["answers"] != results["b"]["answers"]
-    assert "kl" not in results["a"] and results["b"]["kl"] > 0 and 0 <= results["b"]["agreement"] <= 1
-    assert read_outcomes(tmp_path) == []
-    assert (home / "run" / "second" / "README.md").read_bytes() == card
+def test_stage_7_evaluates_a_class_of_a_module_that_is_registered(inputs, tmp_path):
+    """Decoupled heads, of which a layer has more for values than for keys."""
+    key_groups, value_groups = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 2], [1, 3, 4], [5, 6, 7]]
+    config = DhaConfig(vocab_size=260, hidden_size=48, intermediate_size=64, num_hidden_layers=3, head_dim=8,
+                       num_attention_heads=8, num_key_value_heads=2, eos_token_id=256,
+                       key_groups=[key_groups] * 3, value_groups=[value_groups] * 3)
+    DhaForCausalLM(config).save_pretrained(tmp_path / "dha")
+    byte_tokenizer().save_pretrained(tmp_path / "dha")
+    run("07_eval.py", "--run", tmp_path, "--model", tmp_path / "dha", "--register", "related.dha.modeling",
+        "--tasks", inputs["tasks"], "--only", "piqa", "--text", "none")
+    results = read(tmp_path / "eval/stage.json")["results"]
+    # layers, key and value heads, head_dim, bytes of a float32
+    assert results["dha"]["cache_bytes_per_token"] == 3 * (2 + 3) * 8 * 4
 
 
 def test_an_evaluation_is_complete_until_one_of_its_inputs_changes(inputs, tmp_path):
@@ -153,21 +126,6 @@ def test_what_a_training_without_tasks_held_out_is_measured(
     monkeypatch.setattr(sys, "argv", ["07_eval.py", "--run", str(tmp_path), *words])
     args = stage7.with_heldout(stage7.parse())
     assert [args.text and args.text.rpartition("/")[2], args.chat] == expected
-
-
-@pytest.mark.parametrize(("device", "words", "dtype"), [
-    ("cpu", [], "float32"), ("cuda:1", [], "bfloat16"), ("cuda:1", ["--dtype", "float32"], "float32"),
-])  # fmt: skip
-def test_every_setting_is_settled_once(tmp_path, monkeypatch, device, words, dtype):
-    monkeypatch.setattr(stage7, "pick_device", lambda name: device)
-    (tmp_path / "p.txt").write_text("What?\n")
-    words = ["07_eval.py", *words, "--run", tmp_path, "--tasks", "t", "--only", "siqa", "--limit", 3,
-             "--seed", 5, "--text", "x.txt", "--chat", "c.jsonl", "--prompts", tmp_path / "p.txt",
-             "--length", 9, "--sequences", 4, "--no-bos", "--cache", "q4_0", "q8_0/q4_0", "--batch", 2]
-    monkeypatch.setattr(sys, "argv", [*map(str, words)])
-    assert stage7.settle(stage7.parse()) == Settings(
-        "t", ("siqa",), 3, 5, "x.txt", "c.jsonl", ("What?",), 4, 9, False,
-        (Cache("q4_0", "q4_0"), Cache("q8_0", "q4_0")), False, 2, device, dtype)
 
 
 def test_the_students_teacher_is_the_reference_wherever_it_lies(finished_run, tmp_path):

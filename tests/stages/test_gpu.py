@@ -64,7 +64,6 @@ from torchrun import kill
 
 DEVICE = StandIn("cpu") if os.environ.get("GPU_TESTS_ON") == "cpu" else "cuda"
 GPUS = torch.cuda.device_count() or 2  # ranks of a run on all GPUs; on a CPU two
-LAYERS = range(3)
 TOKENS = torch.randint(0, 256, (4, 60), generator=torch.Generator().manual_seed(5))
 FEW = ["--steps", "6", "--seed", "1", "--tokens-per-microbatch", "200"]  # several rows
 IN_FLOAT32 = [*FEW, "--dtype", "float32"]
@@ -124,7 +123,7 @@ def alone(aligned_run, inputs, tmp_path_factory):
 def test_grams_similarities_and_groups_are_those_of_the_cpu(calibrated):
     _, expected, home = calibrated
     same = []
-    for index in LAYERS:
+    for index in range(3):
         actual, grams = (calibrated_layer(path / "calibration", index) for path in (home, expected))
         assert actual.keys() == grams.keys()
         for name, tensor in grams.items():

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import signal
 import weakref
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.data import pool
 from common.data.pool import Sources, load_tasks
 from common.models.load import load_model, load_tokenizer
 from common.run.errors import UserError
@@ -34,21 +32,13 @@ from runs import (
 )
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    ([], (False, True, None, None)), (["--deterministic"], (True, False, "0", ":4096:8"))])
-def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch, words, expected):
-    found = []
-
+@pytest.mark.parametrize("words", [[], ["--deterministic"]])
+def test_deterministic_kernels_are_chosen_on_request(tmp_path, monkeypatch, words):
     def note():
-        of_nvidia = [os.environ.get(name) for name in ("NCCL_NVLS_ENABLE", "CUBLAS_WORKSPACE_CONFIG")]
-        found.extend((torch.are_deterministic_algorithms_enabled(),
-                      torch.utils.deterministic.fill_uninitialized_memory, *of_nvidia))
-        raise UserError("noted")
+        raise UserError(f"deterministic: {torch.are_deterministic_algorithms_enabled()}")
 
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(sharding, "joined_ranks", note)
-    expect_error("noted", STAGE, "--run", tmp_path, *words)
-    assert (*found,) == expected
+    expect_error(f"deterministic: {bool(words)}", STAGE, "--run", tmp_path, *words)
 
 
 @pytest.mark.parametrize(("given", "restarts", "moved"), [
@@ -113,21 +103,6 @@ def test_a_stopped_run_exits_with_75_and_resumes_to_the_same_bits(
     assert f"resumes {home / 'train'} after step {step + 1}\n" in done.stdout
     assert_same_bits(home, finished_run)
     assert "--force starts over" in train(home, inputs).stdout
-
-
-def test_a_signal_before_the_first_step_is_answered_with_a_line(aligned_run, inputs, tmp_path, monkeypatch):
-    home = copy_run(aligned_run, tmp_path / "run")
-    original = pool.tokenize
-
-    def interrupting(*arguments):
-        signal.raise_signal(signal.SIGTERM)
-        return original(*arguments)
-
-    monkeypatch.setattr(pool, "tokenize", interrupting)
-    done = train(home, inputs, code=130)
-    assert done.stderr == "interrupted: unfinished output was removed, checkpoints are kept\n"
-    assert not (home / "train").exists() and not (home / "teacher.train").exists()
-    assert not list(home.glob(".*lock"))
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """All seven stages on a tiny model with biases: what comes out at the end."""
 
 import os
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs import (
     GROUPING,
-    LAYERS,
     SIZE,
     STAGES,
     TRAINING,
@@ -22,8 +23,10 @@ from runs import (
 )
 
 
-def test_whole_run(finished_run):
+def test_whole_run(finished_run, inputs):
     summary = read(finished_run / "gqa" / "stage.json")["summary"]
+    home = str(Path(inputs["model"]).parents[1])
+    assert home not in (finished_run / "gqa" / "stage.json").read_text()  # which is published
     assert summary["class"] == "LlamaForCausalLM" and summary["max_logit_difference"] <= 1e-4
     model = AutoModelForCausalLM.from_pretrained(finished_run / "gqa")
     tokenizer = AutoTokenizer.from_pretrained(finished_run / "gqa")
@@ -35,11 +38,7 @@ def test_whole_run(finished_run):
     read_from = {f"RUN/{name}" for name in ("aligned", "merged", "teacher")}
     assert read(finished_run / "train" / "stage.json")["inputs"].keys() == read_from
     assert [line["step"] for line in lines] == list(range(1, 11))
-    assert [line["mask_target"] for line in lines[:4]] == pytest.approx([1, 2 / 3, 1 / 3, 0])
-    assert lines[0]["mask_expected"] > 0.999 and lines[5]["mask_target"] == 0
-    assert len(lines[0]["mask_per_layer"]) == len(lines[0]["mask_mean_per_layer"]) == LAYERS
     assert ["mask_mean" in line for line in lines] == 8 * [True] + 2 * [False]  # no masks after 80 %
-    assert lines[0]["loss"] == pytest.approx(lines[0]["kl"] + lines[0]["bild"], abs=1e-6)
 
     results = read(finished_run / "eval/stage.json")["results"]
     assert [figures.get("open_masks") for figures in results.values()] == [None, None, lines[7]["open_masks"]]
@@ -47,7 +46,17 @@ def test_whole_run(finished_run):
     assert results["gqa"]["cache_bytes_per_token"] * 4 == results["teacher"]["cache_bytes_per_token"]
     assert len(results["gqa"]["tasks"]) == 8
     assert all(task["questions"] == 5 for task in results["gqa"]["tasks"].values())
-    assert "| perplexity" in (finished_run / "eval/eval.md").read_text()
+
+
+def test_the_model_card_of_a_run(finished_run):
+    """It has its scores, and its snippet runs."""
+    card = (finished_run / "gqa" / "README.md").read_text()
+    scores = card.partition("<!-- scores -->")[2].partition("<!-- /scores -->")[0]
+    assert "| winogrande" in scores and "teacher" in scores and "Not evaluated yet" not in card
+    snippet = textwrap.dedent(card.partition("## Use\n\n")[2].partition("\n\nIn vLLM")[0])
+    printed: list[str] = []
+    exec(snippet.replace("PATH", str(finished_run / "gqa")), {"print": printed.append})
+    assert printed[0].startswith("Question: Which is a metal?\nChoices: ['wood', 'iron']\nAnswer:")
 
 
 def test_who_may_read_a_directory_may_read_its_files(finished_run):

@@ -1,17 +1,14 @@
-"""Attention within the samples of a packed row: torch's kernel for all samples at once against one a sample.
+"""Attention within the samples of a packed row, by torch's kernel for all samples at once.
 
 The kernel runs on GPUs alone (see test_gpu.py). Here a direct formula with its signature takes its place.
 """
 
-from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from common.models import attention
-from common.models.attention import packed_attention
 from common.models.families import needs_eager
 from common.training import attention as training_attention
 from common.training.attention import Trainee, varlen_applies
@@ -51,18 +48,6 @@ def test_one_kernel_for_all_samples_is_the_familys_own_attention(name, formula_a
         torch.testing.assert_close(packed, eager, rtol=1e-4, atol=1e-4 * float(eager.abs().max()))
     config = trainee.net.config
     assert len(formula_as_kernel) == (0 if needs_eager(config) else config.num_hidden_layers)  # once a layer
-
-
-def test_one_kernel_equals_a_kernel_a_sample(formula_as_kernel):
-    samples, generator = random_samples(6), torch.Generator().manual_seed(1)
-    row = build_row(samples, 6)
-    states = [torch.randn(1, heads, sum(row.lengths), 8, generator=generator) for heads in (4, 2, 2)]
-    module = SimpleNamespace(num_key_value_groups=2, is_causal=True, config=tiny_model().config, window=5)
-    attend = partial(packed_attention, module, *states, None, scaling=0.3)
-    expected, _ = attend(lengths=np.array(row.lengths))
-    together, _ = attend(starts=row.starts, longest=max(row.lengths))
-    torch.testing.assert_close(together, expected, rtol=0, atol=1e-5)
-    assert torch.equal(attend()[0], attend(lengths=np.array([sum(row.lengths)]))[0])
 
 
 @pytest.mark.parametrize("applies, changes", [

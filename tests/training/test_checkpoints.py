@@ -14,6 +14,7 @@ from common.training import checkpoints
 from common.training.engine import Job, make_optimizer
 from common.training.sharding import Execution, build
 from models import save_tiny
+from runs import full_disk
 
 
 def new_job(source: str, directory, ranks, shift: float = 0.0) -> Job:
@@ -68,14 +69,6 @@ def test_a_checkpoint_gives_back_weights_replicated_parameters_optimizer_and_ste
         assert all(torch.equal(weights[name], whole(parameters[name])) for name in weights)
 
 
-def test_the_first_rank_lists_a_directory_for_all(saved, monkeypatch):
-    """This rank does not see the checkpoint yet; what the first rank sees comes by broadcast."""
-    job, path = saved
-    monkeypatch.setattr(checkpoints, "saved_checkpoints", lambda directory: [])
-    monkeypatch.setattr(checkpoints, "of_first_rank", lambda value: [path] if value == [] else value)
-    assert checkpoints.newest(job.directory, job.ranks) == path == checkpoints.path_of(job.directory, 1)
-
-
 def test_the_last_two_and_the_best_are_kept_and_other_names_are_not_checkpoints(saved):
     job, _ = saved
     write_metrics(Path(job.directory), [{"step": step, "heldout_kl": abs(step - 2)} for step in range(1, 7)])
@@ -107,6 +100,15 @@ def test_damage_is_noticed_and_the_checkpoint_before_is_used(saved, name, fault,
     next(Path(path).glob("shard-*")).write_bytes(b"")
     with pytest.raises(UserError, match="expected an intact checkpoint, found 1 damaged; --force starts"):
         checkpoints.newest(job.directory, job.ranks)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(saved):
+    job, path = saved
+    job.step = 2
+    with full_disk(1 << 12), pytest.raises(UserError, match="cannot be written .*File too large.*GiB free"):
+        checkpoints.save(job)
+    assert os.listdir(job.directory) == [os.path.basename(path)]
+    checkpoints.whole_weights(path)
 
 
 def test_a_directory_of_something_else_and_damaged_settings_are_refused(group_of_one, tmp_path):

@@ -9,14 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.data.rows import Sample
-from common.training.flops import (
-    distillation_flops,
-    forward_flops,
-    peak_flops,
-    products,
-    sft_flops,
-    training_flops,
-)
+from common.training.flops import distillation_flops, forward_flops, products, sft_flops, training_flops
 from common.training.metrics import Metrics
 from common.training.packing import build_row
 from common.training.sharding import Ranks
@@ -59,13 +52,6 @@ def test_operations_of_a_row_are_those_of_its_samples():
     expected = training_flops(products(student.net.config), *size, "attention")
     expected += forward_flops(products(teacher.net.config), *size)
     assert distillation_flops(student, teacher, "attention")(row) == expected
-
-
-def test_peak_of_a_device_by_the_name_cuda_gives():
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA GeForce RTX 4090") == 165e12
-    assert peak_flops("NVIDIA H100 PCIe") is None and peak_flops("Tesla K80") is None
 
 
 def test_a_line_has_the_rates_of_its_step_and_the_time_that_is_left(tmp_path, monkeypatch, capsys):
