@@ -15,9 +15,6 @@ LISTED = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)/tree/[^/]+/?(.*)")
 DESCRIBED = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/[^/]+)?")
 FILE = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.*)")
 
-RESTRICTED = "Access to acme is restricted"  # a refusal
-LOGIN = "accept its license on its page and log in with `hf auth login`"
-
 
 class LocalHub(ThreadingHTTPServer):
     """directories: "models/NAME" or "datasets/NAME" -> the files of that repository, at every commit.

@@ -142,10 +142,6 @@ def pretended_ranks(world: int):
             dist.destroy_process_group()
 
 
-def teacher_of(ranks, tmp_path, execution: Execution = IN_FLOAT32):
-    return build_teacher(saved(tmp_path / "teacher", seed=1), ranks, execution)
-
-
 @dataclass
 class Student:
     """A student in training by the steps of stage 5."""
@@ -173,7 +169,7 @@ class Student:
 def in_training(ranks, directory: Path, execution: Execution, trainee, optimizer, masks=None) -> Student:
     """A student that starts in this directory, beside which its teacher is."""
     directory.mkdir(exist_ok=True)
-    teacher = teacher_of(ranks, directory.parent, execution)
+    teacher = build_teacher(saved(directory.parent / "teacher", seed=1), ranks, execution)
     return Student(Job(trainee, optimizer, str(directory), ranks), teacher, masks)
 
 

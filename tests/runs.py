@@ -46,8 +46,7 @@ STAGE = "05_prune_train.py"
 MEASURED = {"seconds", "tokens_per_s", "heldout_seconds", "start_heldout_seconds", "memory_gib"}
 LAYERS, HEADS, SIZE = 3, 8, 8
 STAGES = {path.name[:2]: path.name for path in ROOT.glob("0*_*.py")}
-SHA = "ab" * 32
-SMALL_MODEL = {"name": "m", "path": "models/m", "fingerprint": SHA, "layers": 2, "heads": 8,
+SMALL_MODEL = {"name": "m", "path": "models/m", "fingerprint": "ab" * 32, "layers": 2, "heads": 8,
                "kv_heads": 4, "head_dim": 8, "hidden": 64}
 
 

@@ -210,7 +210,7 @@ def test_steps_recorded_otherwise_are_named(finished_run, tmp_path):
         "Appendix A, Eq. 29: steps with masks"]
 
 
-def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path, monkeypatch):
+def test_the_command_prints_and_writes_the_table_over_its_own_alone(aligned_run, tmp_path, monkeypatch):
     monkeypatch.setattr(audit, "step_rows", lambda run: ())  # which take longest
     home = copy_run(aligned_run, tmp_path / "run")
     monkeypatch.setattr(audit, "STARTS", 2)
@@ -220,11 +220,7 @@ def test_the_command_prints_and_writes_the_table(aligned_run, tmp_path, monkeypa
     lines = [line for line in written.splitlines() if line.startswith("| ")]
     assert len(lines) > 20 and all(line.endswith("| yes |") for line in lines[1:])
     assert not any("layer 1" in line for line in lines)
-
-
-def test_a_page_of_another_program_stays(aligned_run, tmp_path):
-    home = copy_run(aligned_run, tmp_path / "run")
-    (home / "paper.md").write_text("# Notes")
+    (home / "paper.md").write_text("# Notes")  # of another program
     expect_error("paper.md: expected nothing or an earlier page", AUDIT, "--run", home)
     assert (home / "paper.md").read_text() == "# Notes"
 

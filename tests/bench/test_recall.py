@@ -6,20 +6,12 @@ import re
 import pytest
 import torch
 
-from bench import answers, retrieval
+from bench import retrieval
 from models import byte_tokenizer, save_tiny, tiny_model
 from runs import last_line, run
 
 pytestmark = pytest.mark.slow
 LINE = re.compile(r"\nThe (\w+) pass key is (\d{5})\.\n")
-
-
-@pytest.mark.parametrize("answer, words, expected", [
-    ("It is ROME.", ["Rome"], True), ("Romeo and Juliet", ["Rome"], False),
-    ("There are 7 days", ["seven", "7"], True), ("There are 17 days", ["seven", "7"], False),
-])  # fmt: skip
-def test_an_answer_is_right_if_a_word_stands_in_it(answer, words, expected):
-    assert answers.is_right(answer, words) == expected
 
 
 @pytest.mark.parametrize("keys", [1, 8])

@@ -13,7 +13,7 @@ from common.data.sources import DataContext, check_sources, hub_commits
 from common.run.errors import UserError
 from hub import save_data_set, serving
 from models import chatml_tokenizer
-from runs import expect_error, messages, run, save_chats, save_lines
+from runs import messages, save_chats, save_lines
 
 DOCUMENTS = [f"document {number}" for number in range(60)]
 CHATS = [messages(("user", f"{number}?"), ("assistant", str(number))) for number in range(60)]
@@ -53,17 +53,6 @@ def test_a_data_set_is_known_by_its_commit(data_set):
     assert data_set.revisions == {"a" * 40}
     data_sets.COMMITS.clear()
     assert {*digests_of(sources, "").values()} == {second}
-
-
-@pytest.mark.slow
-def test_a_stage_that_is_complete_stays_so_at_a_later_commit(data_set, inputs, tmp_path):
-    command = ["01_calibrate.py", "--run", tmp_path / "run", "--model", inputs["model"], "--sequences", 2,
-               "--length", 8, "--text"]
-    run(*command, "hf:acme/data:text")
-    data_set.commit = "b" * 40
-    data_sets.COMMITS.clear()
-    assert ": complete, by this command" in run(*command, "hf:acme/data:text").stdout
-    expect_error("already exists, made with --text 'hf:acme/data:text', not ", *command, inputs["text"])
 
 
 def test_another_split_is_read_and_rows_with_a_null_are_skipped_and_counted(tmp_path, monkeypatch, capsys):

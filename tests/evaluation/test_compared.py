@@ -57,12 +57,6 @@ def test_chats_are_read_from_messages_as_from_their_tokens(tmp_path):
             [*map(list, sample.segments)] for sample in samples]
 
 
-def test_questions_are_all_or_the_first_ones_or_drawn_by_the_seed(inputs):
-    for limit, seed, numbers in ((None, None, range(5)), (3, None, range(3)), (3, 5, [2, 3, 4])):
-        settings = Settings(inputs["tasks"], ("siqa",), limit, seed)
-        assert list(compared.read_questions(settings)["siqa"]) == list(numbers)
-
-
 def tokenized(tokenizer, texts: list[str]) -> Tokenized:
     return Tokenized(tokenizer, 2, {TEXT: (texts, "a text")}, {}, {}, [])
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from common.method.rope import quarter_phase, rotate_pairs, to_complex, to_real, unit_phase
+from common.method.rope import quarter_phase, rotate_pairs, to_complex, to_real
 from common.models.families import free_pairs
 from models import tiny_model
 
@@ -27,10 +27,6 @@ def test_rotate_pairs_is_complex_multiplication():
     torch.testing.assert_close(to_complex(rotate_pairs(rows, factor).transpose(1, 2)), expected)
     flat = rotate_pairs(rows[..., 0], factor)  # a bias: no columns
     torch.testing.assert_close(flat, rotate_pairs(rows, factor)[..., 0])
-
-
-def test_a_phase_is_the_number_without_its_size():
-    assert unit_phase(torch.tensor([0.25j, -4, 0])).tolist() == [1j, -1, 1]
 
 
 def test_a_quarter_phase_is_the_closest_of_four():

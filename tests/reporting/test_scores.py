@@ -5,7 +5,7 @@ import yaml
 
 from common.evaluation.compared import Settings
 from common.reporting.card import write_benchmarks, write_scores
-from common.reporting.scores import caches_table, caption, results_table, summary_line
+from common.reporting.scores import caches_table, caption, results_table
 
 NAMES = ("exact_match", "exact_match_stderr", "likelihood", "likelihood_stderr")
 # ends a cell, a line or a comment, starts a tag or makes a terminal act
@@ -64,14 +64,6 @@ def test_every_figure_stands_under_its_checkpoint():
         ["KV bytes per token", "", "640", "540"],
         ["prefill tokens/s", "", "300", "301"],
         ["decode tokens/s", "", "30", "31"]]
-
-
-def test_the_last_line_has_the_micro_average():
-    """The paper's "Avg."; with as many questions of every task it is the macro average, too."""
-    results = {"a": figures(micro_exact_match=0.5, macro_exact_match=0.75),
-               "b": figures(micro_exact_match_stderr=0.25, cache_bytes_per_token=16.0)}
-    assert summary_line(results) == ("a micro average 50.0 ± 12.5 %; b micro average 25.0 ± 25.0 %; "
-                                     "KV cache of the last 0.250 of the first's")
 
 
 def test_odd_text_breaks_neither_a_table_nor_the_card(tmp_path):

@@ -1,7 +1,8 @@
-"""No model is loaded with code of its own."""
+"""No model is loaded with code of its own; OpenMP's policy is set before torch reads it."""
 
 import ast
 import re
+import sys
 
 from torchrun import ROOT
 
@@ -20,3 +21,12 @@ def test_no_model_is_loaded_with_code_of_its_own():
                     options = {word.arg: ast.unparse(word.value) for word in call.keywords}
                     assert options.get("trust_remote_code") == "False", (path, call.lineno)
     assert len(called) > 10
+
+
+def test_openmps_policy_is_set_before_anything_else_is_imported():
+    commands = [path for path in sorted(ROOT.glob("pipelines/*.py"))
+                if "\nimport torch\n" in path.read_text() and "__main__" in path.read_text()]
+    for path in (*ROOT.glob("0*_*.py"), *commands):
+        imports = re.findall(r"^(?:import|from) ([\w.]+)", path.read_text(), re.MULTILINE)
+        before = {name.split(".")[0] for name in imports[: imports.index("common.run.openmp")]}
+        assert before <= sys.stdlib_module_names, path

@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from common.run import errors, flags, progress
 from common.run.errors import UserError
 from common.run.progress import Progress
-from runs import run
 from torchrun import ROOT, launcher
 
 
@@ -26,17 +25,6 @@ def parser() -> flags.StageParser:
     made.add_argument("--seed", type=flags.seed, default=0, help="of noise")
     made.add_argument("--device", type=flags.device, default="auto", help="auto, cpu or cuda")
     return made
-
-
-COMMANDS = ["pipelines/smollm2", "pipelines/table6", "bench/answers", "bench/loss",
-            "bench/retrieval", "bench/train_step", "bench/transform"]
-
-
-@pytest.mark.parametrize("command", [
-    "pipelines/report", "bench/decode", *(pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS)])
-def test_every_command_says_a_mistake_on_one_line(command):
-    done = run(f"{command}.py", "--bogus", "3", fails=True)
-    assert "--bogus" in done.stderr or "required" in done.stderr or "part: invalid choice" in done.stderr
 
 
 @pytest.mark.slow

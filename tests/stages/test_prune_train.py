@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from common.data.pool import Sources, load_tasks
+from common.models import blending
 from common.models.load import load_model, load_tokenizer
 from common.run.errors import UserError
 from common.training import checkpoints, sharding
+from common.training.conversion import read_conversion
 from common.training.engine import STOPPED
 from common.training.packing import batch_indices
 from reference import stage5
@@ -25,6 +27,7 @@ from runs import (
     expect_error,
     interrupt,
     read,
+    run,
     stop,
     train,
     train_arguments,
@@ -142,3 +145,15 @@ def test_the_teacher_learns_the_answers(group_of_one, finished_run, inputs):
         losses.append(float(model(ids, labels=labels).loss.detach()))
     first = json.loads((finished_run / "teacher" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, blended", [
+    ([], blending.KEY_VALUE), (["--refit"], blending.WHOLE_HEAD),
+    (["--merge", "closed-form"], blending.WHOLE_HEAD),
+])
+def test_masks_move_what_merging_has_changed(aligned_run, tmp_path, flags, blended, request):
+    home = copy_run(aligned_run, tmp_path / "run")
+    run("04_align.py", "--run", home, "--force", *flags)
+    ranks = request.getfixturevalue("group_of_one")  # after a stage, which joins a group of its own
+    assert {*read_conversion(str(home), ranks).blended} == {*blended}

@@ -180,7 +180,7 @@ def test_number_of_questions(group_of_one, inputs, tmp_path):
 
     assert count() == count(heldout_questions=99) == 10 and count(heldout_questions=3) == 6
     assert count(heldout_questions=0) == count(tasks=NONE) == 0
-    shutil.copy(Path(inputs["tasks"], "piqa.validation.jsonl"), tmp_path)
+    shutil.copy(Path(inputs["tasks"], "siqa.validation.jsonl"), tmp_path)
     assert count(tasks=str(tmp_path)) == 5
 
 
