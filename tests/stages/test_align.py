@@ -16,7 +16,7 @@ from common.closed_form.layer import closed_form_layer
 from common.method.procrustes import align_layer, within_group_cosine
 from common.method.stats import LayerGrams
 from common.models import edits as fuse
-from common.models import layers
+from common.models import layers, refit
 from common.models.calibration import Calibration
 from common.models.proof import attach_pairs
 from common.run.artifact import read_record
@@ -66,12 +66,15 @@ def test_aligned_and_merged_are_what_the_calibration_asks_for(
 
 
 @pytest.mark.slow
-def test_layer_by_layer_and_again_the_same_bytes(aligned_run, tmp_path):
-    home, written = copy_run(aligned_run, tmp_path / "run"), []
+def test_layer_by_layer_and_again_the_same_bytes(aligned_run, tmp_path, monkeypatch):
+    """The refit reads texts of 64 tokens at distances up to the key context."""
+    home, written, seen, gapped = copy_run(aligned_run, tmp_path / "run"), [], set(), refit.gapped_positions
+    monkeypatch.setattr(refit, "gapped_positions", lambda *read: seen.add(read[1:]) or gapped(*read))
     for flags in ([], ["--layerwise"]):
-        run("04_align.py", "--run", home, "--force", "--merge", "closed-form", "--refit", "attention", *flags)
+        run("04_align.py", "--run", home, "--force", "--merge", "closed-form", "--key-context", 100,
+            "--refit", "attention", *flags)
         written.append(checkpoint_digests(home))
-    assert written[0] == written[1]
+    assert written[0] == written[1] and seen == {(64, 100)}
 
 
 def test_refit_brings_merged_nearer(aligned_run, tmp_path):
