@@ -52,11 +52,6 @@ def test_the_aligned_model_is_the_source(road):
     assert difference < 1e-4  # rounding in float32
 
 
-def score_of(groups, V) -> float:
-    """Eq. 24 of a layer's groups."""
-    return paper.eq_24(groups, minimal.similarity(V))
-
-
 def alignment_of(model, index: int, vectors, groups) -> tuple[float, float]:
     """The objective of Algorithm 1 for keys and values whose heads are rotated as in an aligned model: the
     squared norm of the sum of a group's vectors, as a share of what equal heads have."""
@@ -79,8 +74,8 @@ def test_groups_and_alignment_are_as_good_as_the_stages(road):
     home, vectors, _, aligned, groups, _ = road
     theirs = AutoModelForCausalLM.from_pretrained(home / "aligned")
     for index, found in enumerate(read_json(str(home / "groups/stage.json"))["groups"]):
-        ours = score_of(groups[index], vectors[index][1]), score_of(found, vectors[index][1])
-        assert ours[0] == pytest.approx(ours[1], rel=0.01)
+        scores = [paper.eq_24(each, minimal.similarity(vectors[index][1])) for each in (groups[index], found)]
+        assert scores[0] == pytest.approx(scores[1], rel=0.01)
         same = sorted(map(sorted, groups[index])) == sorted(map(sorted, found))
         shares = (alignment_of(aligned, index, vectors[index], groups[index]),
                   alignment_of(theirs, index, vectors[index], found))

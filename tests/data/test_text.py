@@ -15,7 +15,7 @@ from tokenizers import processors
 
 from common.data import text
 from common.data.documents import C4_FILES, EVALUATION, HELDOUT, TRAIN, blocks, parse_source
-from common.data.text import TextSamples, TooShort, load_tokens, write_text_tokens
+from common.data.text import TextSamples, load_tokens, write_text_tokens
 from common.run.errors import UserError
 from models import END, byte_tokenizer
 from runs import save_lines
@@ -200,15 +200,6 @@ def test_one_document_in_ten_is_held_out_by_its_content(tmp_path):
     assert flat(TextSamples(str(tmp_path / "tokens.npy"), 14)) == expected_tokens(*others)
     rows = text.packed_rows(path, byte_tokenizer(), 9, 14, HELDOUT)
     assert sum(rows, []) == expected_tokens(*held_out[:9])
-
-
-@pytest.mark.parametrize("name", ["t.txt", "t.jsonl", "t.npy"])
-def test_a_part_that_is_too_short_is_one_line(tmp_path, name):
-    save_lines(tmp_path / "t.txt", ["xy"])
-    save_lines(tmp_path / "t.jsonl", ["xy"])
-    np.save(tmp_path / "t.npy", np.array([[5, 6]], "<i4"))
-    with pytest.raises(TooShort, match=f"{name}: expected .* in its held-out part.*, found"):
-        read(tmp_path / name, 1, 30, split=HELDOUT)
 
 
 def test_one_row_of_tokens_in_ten_is_held_out_by_its_content(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from common.method.rope import quarter_phase, rotate_pairs, to_complex, to_real
+from common.method.rope import rotate_pairs, to_complex, to_real
 from common.models.families import free_pairs
 from models import tiny_model
 
@@ -27,11 +27,6 @@ def test_rotate_pairs_is_complex_multiplication():
     torch.testing.assert_close(to_complex(rotate_pairs(rows, factor).transpose(1, 2)), expected)
     flat = rotate_pairs(rows[..., 0], factor)  # a bias: no columns
     torch.testing.assert_close(flat, rotate_pairs(rows, factor)[..., 0])
-
-
-def test_a_quarter_phase_is_the_closest_of_four():
-    numbers = torch.tensor([3 + 1j, -3 + 1j, 1 + 3j, 1 - 3j, -1 - 2j, 0])
-    assert quarter_phase(numbers).tolist() == [1, -1, 1j, -1j, -1j, 1]
 
 
 @pytest.mark.parametrize(("weights", "free"), [

@@ -71,17 +71,13 @@ def test_odd_text_breaks_neither_a_table_nor_the_card(tmp_path):
     table = results_table({ODD: figures()})
     assert table.count(SHOWN) == 1 and len(table.splitlines()) == 15
     card = tmp_path / "README.md"
+    assert not write_scores(str(tmp_path), table)  # no card; no place in it
+    card.write_text("# Model\n<!-- scores -->\nmore")
+    assert not write_scores(str(tmp_path), table) and card.read_text() == "# Model\n<!-- scores -->\nmore"
     card.write_text("# Model\n<!-- scores -->\nnone yet\n<!-- /scores -->\nmore")
     for text in (table, "| 2 |"):
         assert write_scores(str(tmp_path), text)
     assert card.read_text() == "# Model\n<!-- scores -->\n| 2 |\n<!-- /scores -->\nmore"
-
-
-def test_a_card_without_markers_is_left_alone(tmp_path):
-    assert not write_scores(str(tmp_path), "| 1 |")  # no card
-    (tmp_path / "README.md").write_text("# Model\n<!-- scores -->\nmore")
-    assert not write_scores(str(tmp_path), "| 1 |")
-    assert (tmp_path / "README.md").read_text() == "# Model\n<!-- scores -->\nmore"
 
 
 def test_exact_match_on_the_hubs_tasks_is_in_the_hubs_format(tmp_path):

@@ -51,11 +51,8 @@ def ends(main, capsys) -> tuple[int, str]:
     (RuntimeError("enforce fail at alloc_cpu.cpp. DefaultCPUAllocator: can't allocate 8 bytes"),
      f"out of memory: can't allocate 8 bytes. {errors.LESS_MEMORY}"),
 ], ids=lambda value: type(value).__name__)
-def test_an_error_of_a_library_is_one_line(capsys, error, line):
+def test_an_error_of_a_library_is_one_line_and_an_interrupt_exits_with_130(capsys, error, line):
     assert ends(mock.Mock(side_effect=error), capsys) == (2, f"error: {line}\n")
-
-
-def test_an_interrupt_exits_with_130(capsys):
     assert ends(mock.Mock(side_effect=KeyboardInterrupt), capsys) == (
         130, "interrupted: unfinished output was removed, checkpoints are kept\n")
 

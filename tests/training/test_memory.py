@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig
 
+from common.data.pool import Pool
 from common.data.rows import Sample
 from common.models import blending
 from common.models.head import head_of
@@ -27,6 +28,7 @@ from common.training.chunked import distillation_loss
 from common.training.engine import Schedule
 from common.training.memory import Cluster, Device, Phase, StepMemory, Student, Workload, size
 from common.training.packing import build_row, rows_of_step
+from common.training.settings import Schedules, choose_by_memory
 from common.training.sharding import Execution, Ranks, build, reduce_gradients
 from models import FAMILIES, tiny_model
 from reference import RATES, SCHEDULE, pretended_ranks, random_samples
@@ -115,6 +117,28 @@ def test_memory_decides_rows_recomputing_and_gathering(monkeypatch, room, length
     phases = {"student": Phase("", workload(lengths), None, batches(64))}
     _, work, _, schedule = memory.fit(phases, Cluster(8, Device(80)), recompute, rows=True)["student"]
     assert (schedule.tokens_per_microbatch, work.recompute, work.whole) == expected
+
+
+@pytest.mark.parametrize(("device", "flag", "asked"), [
+    ("cuda", None, True), ("cuda", True, False), ("cuda", False, False), ("cpu", None, False)])
+def test_memory_decides_what_flags_leave_open_on_gpus(inputs, monkeypatch, device, flag, asked):
+    """Of a teacher on samples with answers, and a student with masks on texts, too."""
+    def fit(phases, cluster, recompute, rows):
+        student = Student(2, blending.KEY_VALUE, "all")
+        assert (recompute, rows) == (asked, device == "cuda") and [*phases] == ["teacher", "student"]
+        assert [(phase.student, phase.work.lengths, phase.work.recompute) for phase in phases.values()] == [
+            (None, [3], bool(flag)), (student, [3, 2], bool(flag))]
+        return {name: phase._replace(work=replace(phase.work, recompute=bool(flag or asked), whole=True))
+                for name, phase in phases.items()}
+
+    monkeypatch.setattr(memory, "fit", fit)
+    monkeypatch.setattr(memory, "cluster_of", lambda ranks: Cluster(1, Device(80)))
+    conversion = SimpleNamespace(
+        model={"path": inputs["model"]}, kv_heads=2, blended=blending.KEY_VALUE, title="")
+    pool, ranks = Pool([Sample((1, 2), (3,))], [Sample((4, 5))]), Ranks(0, 1, torch.device(device))
+    args = SimpleNamespace(dtype="bfloat16", recompute=flag, compile=False, masks="l0", train="all")
+    fitted = choose_by_memory(args, conversion, pool, Schedules(SCHEDULE, SCHEDULE), ranks, rows=True)
+    assert fitted.execution == Execution(compute=torch.bfloat16, recompute=bool(flag or asked), whole=True)
 
 
 def test_the_cluster_of_a_run_has_the_memory_of_its_smallest_device(monkeypatch):
