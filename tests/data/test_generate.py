@@ -1,6 +1,7 @@
 """Text and chats from the model itself: its distribution, its template, and the same tokens however run."""
 
 import contextlib
+import importlib
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ from common.data.decoding import Decoder
 from common.data.documents import EVALUATION, HELDOUT, TRAIN, in_part
 from common.data.generate import TEXT, Rows, chat_form, chat_script
 from common.data.rows import as_samples, decoded
-from common.data.sources import DataContext, choose_chats, generated, read_sequences
+from common.data.sources import DataContext, choose_chats, generated
 from common.data.text import load_tokens
 from common.models.families import geometry
 from common.models.load import load_config, load_tokenizer
@@ -318,11 +319,17 @@ def test_a_model_that_cannot_generate_is_one_line(model, tmp_path, monkeypatch):
         generated("generated", origin(model, tmp_path), 2, 10)
 
 
-def test_calibration_is_half_text_and_half_chats(model, tmp_path):
-    place, text = origin(model, tmp_path), tmp_path / "text.txt"
+def test_calibration_is_half_text_and_half_chats(model, tmp_path, monkeypatch):
+    """Of the sources that stage 1 is given, and that it chooses."""
+    text, stage1 = tmp_path / "text.txt", importlib.import_module("01_calibrate")
     text.write_text("some words " * 100)
     path = save_chats(tmp_path / "chats.jsonl", *[messages(("user", "Hi"), ("assistant", "Yes"))] * 20)
-    tokens, description = read_sequences(str(text), path, place, 5, 64)
+    for words, chosen in (("--text generated", "generated"), (f"--text {text}", None),
+                          (f"--text {text} --chat {path} --sequences 5", path)):
+        monkeypatch.setattr("sys.argv", ["01_calibrate", "--run", "x", "--model", model, *words.split()])
+        args = stage1.with_defaults(stage1.parse(), model)
+        assert args.chat == chosen
+    tokens, description = stage1.read_text(args, model, 64)
     assert (tokens[:3] == load_tokens(str(text), load_tokenizer(model), 3, 64)[0]).all()
     rendered = load_tokenizer(model).decode(tokens[3:].flatten())
     assert rendered.startswith("<|im_start|>system\nBe brief")
