@@ -4,7 +4,6 @@ import codecs
 import gzip
 import hashlib
 import json
-import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -224,27 +223,6 @@ def test_no_more_is_read_than_asked(tmp_path, monkeypatch):
         write_text_tokens([str(tmp_path / name)], byte_tokenizer(), 10, 150, str(tmp_path / "tokens.npy"))
         assert len(TextSamples(str(tmp_path / "tokens.npy"), 10)) == 15
     assert read(tmp_path / "t.txt", 2, 7) == ["a line\n"] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["t.txt", "t.jsonl"])
-def test_training_text_is_never_in_memory_as_a_whole(tmp_path, monkeypatch, name):
-    """The peak of memory does not grow with the text; a text file is one document, whatever its pieces."""
-    for limit, value in (("PIECE", 4096), ("BATCH", 2000), ("CHUNK", 2000)):
-        monkeypatch.setattr(text, limit, value)
-    source, path, peaks = str(tmp_path / name), str(tmp_path / "tokens.npy"), []
-    for count in (2000, 6000):
-        lines = [f"line {number}" for number in range(count)]
-        Path(source).write_text("\n".join(lines)) if name == "t.txt" else save_lines(tmp_path / name, lines)
-        tracemalloc.start()
-        written = write_text_tokens([source], byte_tokenizer(), 1, None, path)
-        assert TextSamples(path, 1).digest
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-        tokens = np.load(path).tolist()
-        assert written == [f"{source}: {len(tokens)} tokens"] and len(tokens) > 6 * count
-        assert load_tokens(source, byte_tokenizer(), 1, len(tokens) - 1)[0].tolist() == [tokens[:-1]]
-    assert peaks[1] < 1.2 * peaks[0]
 
 
 @pytest.mark.parametrize(("sources", "tokens", "message"), [

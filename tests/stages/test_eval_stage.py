@@ -15,6 +15,8 @@ from common.data import demo
 from common.data.chat import token_lines
 from common.data.rows import Sample
 from common.data.tasks import example_from_row
+from common.evaluation.compared import Settings
+from common.models.quantized_cache import Cache
 from common.run.artifact import FORMAT
 from models import byte_tokenizer, save_tiny
 from related.dha.modeling import DhaConfig, DhaForCausalLM
@@ -126,6 +128,21 @@ def test_what_a_training_without_tasks_held_out_is_measured(
     monkeypatch.setattr(sys, "argv", ["07_eval.py", "--run", str(tmp_path), *words])
     args = stage7.with_heldout(stage7.parse())
     assert [args.text and args.text.rpartition("/")[2], args.chat] == expected
+
+
+@pytest.mark.parametrize(("device", "words", "dtype"), [
+    ("cpu", [], "float32"), ("cuda:1", [], "bfloat16"), ("cuda:1", ["--dtype", "float32"], "float32"),
+])  # fmt: skip
+def test_every_setting_is_settled_once(tmp_path, monkeypatch, device, words, dtype):
+    monkeypatch.setattr(stage7, "pick_device", lambda name: device)
+    (tmp_path / "p.txt").write_text("What?\n")
+    words = ["07_eval.py", *words, "--run", tmp_path, "--tasks", "t", "--only", "siqa", "--limit", 3,
+             "--seed", 5, "--text", "x.txt", "--chat", "c.jsonl", "--prompts", tmp_path / "p.txt",
+             "--length", 9, "--sequences", 4, "--no-bos", "--cache", "q4_0", "q8_0/q4_0", "--batch", 2]
+    monkeypatch.setattr(sys, "argv", [*map(str, words)])
+    assert stage7.settle(stage7.parse()) == Settings(
+        "t", ("siqa",), 3, 5, "x.txt", "c.jsonl", ("What?",), 4, 9, False,
+        (Cache("q4_0", "q4_0"), Cache("q8_0", "q4_0")), False, 2, device, dtype)
 
 
 def test_the_students_teacher_is_the_reference_wherever_it_lies(finished_run, tmp_path):
