@@ -54,7 +54,7 @@ from related.dha.training import all_logits, relative_difference
 KINDS = tuple(fusion.PROJECTIONS)
 NAMES = {"source": "cold", "searched": "unfused"}  # of means: --weights -> name of the model
 RESTARTS, SWAPS = 50, 1000  # of Algorithm 2, whose scores are those of pairs
-REFITTED = 128  # training sequences for --refit
+REFITTED = 128  # training sequences for --refit: as many as stage 1 reads
 CHECKED = 4, 64  # random sequences and their tokens whose logits rotations must not change
 
 

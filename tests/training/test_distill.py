@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 import paper
 from common.data.rows import Sample
@@ -11,6 +12,7 @@ from common.method import masks
 from common.models import blending
 from common.models.forward import attending
 from common.training.attention import Trainee
+from common.training.chunked import next_token_loss
 from common.training.engine import Job
 from common.training.mask_state import SWITCH, Masks, switch_step
 from common.training.packing import build_row
@@ -60,6 +62,16 @@ def test_distillation_is_equation_30(kl_on):
     terms = distillation_terms(student, teacher, kl_on)
     expected = {name: float(term.detach()) for name, term in (terms | {"loss": sum(terms.values())}).items()}
     assert {name: float(step.totals[name]) for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_fine_tuning_counts_answer_tokens_alone():
+    trainee, expected = tiny_trainee(0), 0.0
+    for sample in SAMPLES:
+        answer_logits = sample_logits(trainee, sample)[len(sample.prompt) - 1 :]
+        expected += float(cross_entropy(answer_logits, torch.tensor(sample.answer)).detach()) / len(SAMPLES)
+    row = build_row(SAMPLES, len(SAMPLES))
+    loss = next_token_loss(trainee, row, row.answer_at, row.answer_weight, chunk=2)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
 
 
 def test_masks_that_are_open_when_they_are_removed_are_counted(monkeypatch):

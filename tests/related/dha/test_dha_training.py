@@ -163,6 +163,11 @@ def test_rows_of_the_same_cache_and_tokens_are_reported_and_others_refused(input
     assert first == {"source": 0, "cold": searched, "unfused": searched, "dha": steps}
     assert rows["cold"]["heldout"][0] != rows["unfused"]["heldout"][0]
     assert {row["heldout"][-1][0] for row in rows.values()} == {total * 4 * 32}
+    cold = read(home / "cold" / "stage.json")
+    for field in ("tokens", "data", "cache_bytes_per_token"):
+        (home / "cold/stage.json").write_text(json.dumps(cold | {"summary": cold["summary"] | {field: 0}}))
+        expect_error(f"cold: expected the {field} of dha", "related/dha/report.py", "--run", home,
+                     "--force", "--names", "cold", "dha")
 
 
 def test_closed_forms_and_aligned_heads_as_commands(inputs, halved):

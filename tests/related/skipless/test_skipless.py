@@ -20,7 +20,7 @@ from common.training.engine import STOPPED
 from common.training.packing import batch_indices
 from models import save_tiny, tiny_model
 from related.skipless import compare, fold, train
-from related.skipless.fold import LOGIT_TOLERANCE, exact_logits
+from related.skipless.fold import LOGIT_TOLERANCE, MAX_CONDITION, exact_logits
 from related.skipless.modeling import SkiplessConfig
 from runs import expect_error, interrupt, read, run
 from torchrun import ROOT
@@ -160,6 +160,13 @@ def test_condition_numbers_are_those_of_numpy():
 def test_relative_difference_is_over_the_largest_logit_of_the_reference():
     reference = [torch.tensor([1.0, -4.0]), torch.tensor([2.0])]
     assert fold.relative_difference(reference, [torch.tensor([1.0, -3.0]), torch.tensor([8.0])]) == 6 / 4
+
+
+def test_the_last_line_counts_invertible_matrices():
+    """Invertible in float64, if worse conditioned than what a fold inverts by default."""
+    conditions = [{"q": 5.0, "p": 2.0}, {"q": 100 * MAX_CONDITION, "p": float("inf")}]
+    expected = "3 of 4 square attention matrices of m invertible, worst condition number inf, P of layer 1"
+    assert compare.closing_line("m", conditions, None) == expected
 
 
 @pytest.mark.parametrize(("name", "counts", "saved"), [
